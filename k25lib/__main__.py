@@ -1,0 +1,5 @@
+import sys
+
+from k25lib.cli import main
+
+sys.exit(main())

@@ -1,0 +1,5 @@
+"""Commands: campaign."""
+
+
+def add(commands):
+    """Declare the commands of this module."""

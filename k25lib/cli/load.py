@@ -1,0 +1,5 @@
+"""Commands: load."""
+
+
+def add(commands):
+    """Declare the commands of this module."""

@@ -1,0 +1,5 @@
+"""Commands: micro."""
+
+
+def add(commands):
+    """Declare the commands of this module."""

@@ -1,0 +1,5 @@
+"""Commands: server."""
+
+
+def add(commands):
+    """Declare the commands of this module."""

@@ -1,0 +1,5 @@
+"""Commands: trace."""
+
+
+def add(commands):
+    """Declare the commands of this module."""

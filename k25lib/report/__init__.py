@@ -1,0 +1,1 @@
+"""Figures, the Markdown document and the one offline page."""

@@ -1,0 +1,1 @@
+"""The trace engine: profiler files -> one kernel table -> time per decode step."""
