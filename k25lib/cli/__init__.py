@@ -11,7 +11,7 @@ import sys
 
 from k25lib.errors import K25Error, UsageError
 
-MODULES = ("campaign", "server", "load", "micro", "trace")
+MODULES = ("campaign", "server", "load", "model", "micro", "trace", "findings")
 
 
 class _Parser(argparse.ArgumentParser):

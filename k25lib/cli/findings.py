@@ -1,0 +1,5 @@
+"""Commands: findings."""
+
+
+def add(commands):
+    """Declare the commands of this module."""

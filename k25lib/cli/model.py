@@ -1,0 +1,5 @@
+"""Commands: model."""
+
+
+def add(commands):
+    """Declare the commands of this module."""

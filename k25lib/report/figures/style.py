@@ -1,0 +1,47 @@
+"""One look for every figure: layout, and one colour for a category wherever it appears."""
+
+# The order is the stacking order. Names are those of k25lib/trace/categories.toml (fine, operation, role) and idle.
+CATEGORY_COLOURS = {
+    "allreduce": "#72B7B2",
+    "allreduce_nccl": "#72B7B2",
+    "allreduce_custom": "#3A8F89",
+    "other_comm": "#A8D5D1",
+    "attention": "#4C78A8",
+    "kv_cache": "#9ECAE9",
+    "moe_gemm": "#F58518",
+    "gemm": "#E45756",
+    "other_gemm": "#E45756",
+    "routing": "#54A24B",
+    "moe_sum": "#88D27A",
+    "silu_mul": "#B79A20",
+    "norm": "#EECA3B",
+    "rms_norm": "#EECA3B",
+    "rope": "#D67195",
+    "sampling": "#B279A2",
+    "quant": "#FF9DA6",
+    "dtype_cast": "#8C2D19",
+    "memcpy": "#79706E",
+    "fused_other": "#9D755D",
+    "other": "#BAB0AC",
+    "unknown": "#111111",
+    "idle": "#E3E3E3",
+}
+
+
+def colour(category):
+    """The category's colour (hex); an unlisted category gets the colour of `other`."""
+    return CATEGORY_COLOURS.get(category, CATEGORY_COLOURS["other"])
+
+
+def layout(title, height_px=420, **more):
+    """Layout keywords for `Figure.update_layout`: white ground, legend below the title and clear of it."""
+    return {
+        "template": "plotly_white",
+        "title": {"text": title, "x": 0, "xref": "paper", "y": 1, "yref": "container", "yanchor": "top", "pad": {"t": 12}},
+        "font": {"size": 13},
+        "margin": {"l": 70, "r": 40, "t": 90, "b": 60},
+        "legend": {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom", "traceorder": "normal"},
+        "hovermode": "closest",
+        "height": height_px,
+        **more,
+    }
