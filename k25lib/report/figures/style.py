@@ -37,7 +37,15 @@ def layout(title, height_px=420, **more):
     """Layout keywords for `Figure.update_layout`: white ground, legend below the title and clear of it."""
     return {
         "template": "plotly_white",
-        "title": {"text": title, "x": 0, "xref": "paper", "y": 1, "yref": "container", "yanchor": "top", "pad": {"t": 12}},
+        "title": {
+            "text": title,
+            "x": 0,
+            "xref": "paper",
+            "y": 1,
+            "yref": "container",
+            "yanchor": "top",
+            "pad": {"t": 12},
+        },
         "font": {"size": 13},
         "margin": {"l": 70, "r": 40, "t": 90, "b": 60},
         "legend": {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom", "traceorder": "normal"},

@@ -1,0 +1,205 @@
+"""vLLM's HTTP API as the workbook needs it: readiness, identity, metrics, the profiler's two calls."""
+
+import os
+import re
+from urllib.parse import urlsplit
+
+import requests
+
+from k25lib.errors import K25Error, UsageError
+
+
+class ServerDown(K25Error):
+    """Nothing answers at the URL."""
+
+
+class NotReady(K25Error):
+    """A server answers, but it can't make a token (yet)."""
+
+
+class NotVllm(K25Error):
+    """Something answers at the URL, but it does not speak vLLM's API."""
+
+
+class ProfilerMissing(K25Error):
+    """The server runs without a profiler (404 on /start_profile)."""
+
+
+PROFILER_FLAG = (
+    '--profiler-config \'{"profiler":"torch","torch_profiler_dir":"/ABSOLUTE/DIR",'
+    '"torch_profiler_with_stack":false,"ignore_frontend":true}\''
+)
+
+
+def normalise_url(url):
+    """The server's base URL: scheme added, trailing `/` and `/v1` removed. Raises UsageError if it can't be one."""
+    url = url.strip()
+    if "://" not in url:
+        url = f"http://{url}"
+    parts = urlsplit(url)
+    try:
+        valid = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
+    except ValueError:
+        valid = False
+    if not valid:
+        raise UsageError(f"{url!r} is no server URL: give something like http://127.0.0.1:8000")
+    return re.sub(r"(/v1)?/*$", "", url)
+
+
+class Client:
+    """One server. Every method raises a one-line K25Error; the API key comes from K25_API_KEY unless given."""
+
+    def __init__(self, url, api_key=None, timeout_s=10.0):
+        self.url = normalise_url(url)
+        self.timeout_s = timeout_s
+        self.session = requests.Session()
+        key = api_key or os.environ.get("K25_API_KEY")
+        if key:
+            self.session.headers["Authorization"] = f"Bearer {key}"
+
+    def _call(self, method, path, timeout_s=None, **more):
+        try:
+            answer = self.session.request(method, self.url + path, timeout=timeout_s or self.timeout_s, **more)
+        except requests.exceptions.ConnectTimeout:
+            raise ServerDown(f"{self.shown_url} does not accept connections: is the address right?") from None
+        except requests.exceptions.Timeout:
+            raise NotReady(
+                f"{self.shown_url}{path} did not answer within {timeout_s or self.timeout_s:g} s: "
+                "is the server stuck or busy?"
+            ) from None
+        except requests.exceptions.SSLError as error:
+            raise ServerDown(f"{self.shown_url}: TLS failed: {_short(error)}") from None
+        except requests.exceptions.RequestException as error:
+            raise ServerDown(
+                f"no server answers at {self.shown_url} ({_cause(error)}): start it, or give another URL"
+            ) from None
+        if answer.status_code in (401, 403):
+            raise K25Error(f"{self.shown_url} asks for an API key: set K25_API_KEY in the environment")
+        return answer
+
+    @property
+    def shown_url(self):
+        """The URL without credentials, for messages and manifests."""
+        parts = urlsplit(self.url)
+        return self.url.replace(parts.netloc, parts.netloc.rpartition("@")[2], 1)
+
+    def _json(self, path):
+        answer = self._call("GET", path)
+        try:
+            answer.raise_for_status()
+            return answer.json()
+        except (requests.exceptions.HTTPError, ValueError):
+            raise NotVllm(
+                f"{self.shown_url} answers, but not as vLLM does (GET {path}: status {answer.status_code}): "
+                "is this the right port?"
+            ) from None
+
+    def health(self):
+        """True if the engine is not dead; it says nothing of making tokens. Raises ServerDown if nothing answers."""
+        return self._call("GET", "/health").status_code == 200
+
+    def version(self):
+        """The server's version string, or '' if the server does not tell (another engine with vLLM's API)."""
+        answer = self._call("GET", "/version")
+        try:
+            return str(answer.json()["version"]) if answer.ok else ""
+        except (ValueError, KeyError, TypeError):
+            return ""
+
+    def models(self):
+        """The served models: a list of dicts with at least `id` (and `max_model_len` where the server tells)."""
+        body = self._json("/v1/models")
+        models = body.get("data") if isinstance(body, dict) else None
+        if not isinstance(models, list) or not all(isinstance(m, dict) and "id" in m for m in models):
+            raise NotVllm(f"{self.shown_url} answers, but /v1/models is not a list of models: is this the right port?")
+        return models
+
+    def model(self, wanted=""):
+        """The id of the model to measure: `wanted` if it is served, the first one if nothing is wanted."""
+        ids = [m["id"] for m in self.models()]
+        if not ids:
+            raise NotReady(f"{self.shown_url} serves no model yet")
+        if wanted and wanted not in ids:
+            raise UsageError(
+                f"{self.shown_url} serves {', '.join(ids)}, not {wanted!r}: set server.model to one of them"
+            )
+        return wanted or ids[0]
+
+    def one_token(self, model, timeout_s=120.0):
+        """Make one token and return its text: the only proof that the server can."""
+        body = {"model": model, "prompt": "Hello", "max_tokens": 1, "temperature": 0}
+        answer = self._call("POST", "/v1/completions", timeout_s=timeout_s, json=body)
+        try:
+            answer.raise_for_status()
+            return answer.json()["choices"][0].get("text", "")
+        except (requests.exceptions.HTTPError, ValueError, KeyError, IndexError, AttributeError):
+            raise NotReady(
+                f"{self.shown_url} can't make a token (status {answer.status_code}): {_short(answer.text)}"
+            ) from None
+
+    def ready(self, model=""):
+        """The model's id once the server is healthy, lists it, and has made one token; raises what is missing."""
+        if not self.health():
+            self.models()  # something that is no vLLM says so here
+            raise NotReady(f"{self.shown_url}: the engine is not healthy (GET /health is not 200); look at its log")
+        served = self.model(model)
+        self.one_token(served)
+        return served
+
+    def metrics(self):
+        """The server's metrics: name -> list of (labels, value). Scrape at most once a second: it delays tokens."""
+        from prometheus_client.parser import text_string_to_metric_families
+
+        answer = self._call("GET", "/metrics")
+        if not answer.ok:
+            return {}
+        samples = {}
+        try:
+            for family in text_string_to_metric_families(answer.text):
+                for sample in family.samples:
+                    samples.setdefault(sample.name, []).append((sample.labels, sample.value))
+        except ValueError:
+            return {}  # not Prometheus text: this server has no metrics
+        return samples
+
+    def running(self):
+        """Requests running and waiting now, as (running, waiting); None where the server has no such metric."""
+        samples = self.metrics()
+
+        def total(name):
+            return sum(value for _, value in samples[name]) if name in samples else None
+
+        return total("vllm:num_requests_running"), total("vllm:num_requests_waiting")
+
+    def start_profile(self):
+        """Start the profiler. A 409 means that it runs already (0.32; older versions answer 200 twice)."""
+        return self._profile("/start_profile", 60.0)
+
+    def stop_profile(self, timeout_s=900.0):
+        """Stop the profiler; the call returns when the files are written, which takes up to minutes."""
+        return self._profile("/stop_profile", timeout_s)
+
+    def _profile(self, path, timeout_s):
+        answer = self._call("POST", path, timeout_s=timeout_s)
+        if answer.status_code == 404:
+            raise ProfilerMissing(
+                f"{self.shown_url} runs without a profiler: start it with {PROFILER_FLAG} "
+                "(vLLM before 0.20: the environment variable VLLM_TORCH_PROFILER_DIR)"
+            )
+        if answer.status_code == 409:
+            raise K25Error(f"{self.shown_url}: the profiler runs already; POST /stop_profile ends it")
+        if not answer.ok:
+            raise K25Error(f"{self.shown_url}: POST {path} failed ({answer.status_code}): {_short(answer.text)}")
+
+
+def _cause(error):
+    text = str(error)
+    for words in ("Connection refused", "Name or service not known", "No route to host", "Connection reset"):
+        if words in text:
+            return words.lower()
+    return _short(text)
+
+
+def _short(text, length=160):
+    line = " ".join(str(text).split())
+    return line if len(line) <= length else line[: length - 1] + "…"
