@@ -1,0 +1,153 @@
+"""Runs a plan: one phase after another, each with a state and a reason, a report after every one."""
+
+import signal
+import sys
+import time
+from contextlib import contextmanager
+from datetime import UTC, datetime
+
+import nbformat
+
+from k25lib.campaign.execute import NotebookFailed, checked_parameters, execute
+from k25lib.campaign.report import write_report
+from k25lib.campaign.servers import Unavailable
+from k25lib.environment import machine
+from k25lib.errors import K25Error
+from k25lib.run import Run, reports_root, runs_root
+from k25lib.settings import from_tree, to_tree
+
+
+class Runner:
+    """Executes the phases of one run with one server (`External`, `Own`, or anything with up, free, died, close)."""
+
+    def __init__(self, run, phases, settings, server, embedded=False, say=None):
+        self.run, self.phases, self.settings, self.server = run, phases, settings, server
+        self.embedded = embedded
+        self.chosen = phases
+        self.say = say or (lambda text: print(text, file=sys.stderr, flush=True))
+
+    def check(self):
+        """Check the parameters of every phase against its notebook before any kernel starts (UsageError)."""
+        for phase in self.phases:
+            checked_parameters(phase.notebook, self._parameters(phase), phase.table)
+
+    def _parameters(self, phase):
+        run = str(self.run.path) if self.run else ""
+        return {"run": run, **self.settings.parameters(phase.table, self.embedded)}
+
+    def go(self, chosen=None):
+        """Run the chosen phases (default: all) in order. Returns the names of those that failed."""
+        self.chosen = chosen = self.phases if chosen is None else chosen
+        states = self.run.manifest.get("phases", {})
+        for phase in self.phases:
+            if phase in chosen or phase.name not in states:
+                self._state(phase, "pending", question=_question(phase.notebook))
+        try:
+            with _sigterm_as_exit():
+                for phase in chosen:
+                    self._phase(phase)
+                    self._report()
+        finally:
+            self.server.close()
+            self._report(page=True)
+        states = self.run.manifest["phases"]
+        return [p.name for p in chosen if states[p.name]["state"] == "failed"]
+
+    def _phase(self, phase):
+        try:
+            self._prepare(phase)
+        except Unavailable as error:
+            self._state(phase, "skipped", str(error))
+            return
+        except K25Error as error:
+            self._state(phase, "failed", str(error))
+            return
+        target = self.run.report_dir / f"{phase.name}.ipynb"
+        began = time.monotonic()
+        self._state(phase, "running", started=datetime.now(UTC).isoformat(timespec="seconds"))
+        state, why = "failed", "interrupted"
+        try:
+            parameters = self._parameters(phase)
+            execute(phase.notebook, target, parameters, self.settings.campaign.cell_timeout_s, self.run.log(phase.name))
+            state, why = "ok", ""
+        except NotebookFailed as error:
+            died = self.server.died() if phase.needs == "server" else ""
+            why = f"{error}; the server died: {died}" if died else str(error)
+        finally:
+            self._state(phase, state, why, seconds=round(time.monotonic() - began, 1))
+
+    def _prepare(self, phase):
+        """Have what the phase needs, or raise Unavailable (a reason to skip) or K25Error (a failure)."""
+        states = self.run.manifest["phases"]
+        for needed in (p.name for p in self.chosen if p.name in phase.after):
+            if (state := states[needed]["state"]) in ("failed", "skipped"):
+                raise Unavailable(f"needs {needed}, which {'failed' if state == 'failed' else 'was skipped'}")
+        if phase.needs == "server":
+            try:
+                self.run.update(server=self.server.up())
+            except K25Error as error:  # the first to need it tells the failure; for the others it is a reason to skip
+                first = phase == next(p for p in self.chosen if p.needs == "server")
+                raise (error if first else Unavailable(str(error))) from None
+        elif phase.needs == "free":
+            self.server.free()
+
+    def _state(self, phase, state, why="", **more):
+        with self.run.changing() as manifest:
+            record = manifest.setdefault("phases", {}).setdefault(phase.name, {})
+            record.update(state=state, why=why, **more)
+            seconds = record.get("seconds")
+        if state != "pending":
+            took = f" in {seconds:.0f} s" if seconds is not None and state in ("ok", "failed") else ""
+            self.say(f"{phase.name}: {state}{took}{f': {why}' if why else ''}")
+
+    def _report(self, page=False):
+        """Write the document (and the page); a report that can't be written is said, and the campaign goes on."""
+        try:
+            write_report(self.run, page=page)
+        except Exception as error:  # a fault in a report must not cost the measurements
+            self.run.update(report_error=f"{type(error).__name__}: {error}")
+            self.say(f"the report could not be written: {type(error).__name__}: {error}")
+
+
+def new_run(settings, phases, command, **manifest):
+    """A new run directory with the settings and the environment in its manifest."""
+    run = Run.create(
+        settings.campaign.name,
+        runs_root(),
+        kind="campaign",
+        title=settings.campaign.title,
+        command=command,
+        settings=to_tree(settings),
+        environment=machine(),
+        **manifest,
+    )
+    reports_root().mkdir(parents=True, exist_ok=True)
+    return run
+
+
+def settings_of(run):
+    """The settings that a run was started with."""
+    return from_tree(run.manifest.get("settings", {}))
+
+
+def _question(notebook):
+    """The notebook's question: the first line of its first Markdown cell after the title."""
+    for cell in nbformat.read(notebook, as_version=4).cells:
+        if cell.cell_type == "markdown":
+            lines = [line.strip("# ").strip() for line in cell.source.splitlines() if line.strip()]
+            return lines[1] if len(lines) > 1 else lines[0] if lines else ""
+    return ""
+
+
+@contextmanager
+def _sigterm_as_exit():
+    """SIGTERM becomes SystemExit, so that papermill saves the notebook and ends its kernel."""
+
+    def leave(*_):
+        raise SystemExit(143)
+
+    old = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, old)
