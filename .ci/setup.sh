@@ -7,7 +7,7 @@ fail() { echo "set-up: $*" >&2; exit 1; }
 new_enough='import sys; sys.exit(sys.version_info < (3, 11))'
 
 if [ ! -x "$venv/bin/python" ]; then
-    for python in ${PYTHON:-} python3 python3.11 python3.12 python3.13 python3.14 python; do
+    for python in ${PYTHON:-python3 python3.11 python3.12 python3.13 python3.14 python}; do
         if "$python" -c "$new_enough" 2>/dev/null; then found=$python; break; fi
     done
     [ -n "${found:-}" ] || fail "Python 3.11 or later is needed and not found; install it, or name it: make PYTHON=/path/to/python3"

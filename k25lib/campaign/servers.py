@@ -5,6 +5,7 @@ import sys
 from k25lib.client import Client
 from k25lib.environment import gpus
 from k25lib.errors import K25Error
+from k25lib.run import PROJECT
 from k25lib.server.embedded import Embedded
 
 
@@ -52,7 +53,7 @@ class Own:
         """Start it unless it runs; facts for the manifest."""
         if not (self.server and self.server.is_alive()):
             self.close()
-            self.server = Embedded()
+            self.server = Embedded(PROJECT)
             self.server.start(on_stage=lambda stage: print(f"  server: {stage}", file=self.log, flush=True))
         s = self.server
         facts = {"url": s.url, "model": s.model, "tp": s.tp, "python": s.python}
