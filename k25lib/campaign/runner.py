@@ -1,10 +1,12 @@
 """Runs a plan: one phase after another, each with a state and a reason, a report after every one."""
 
+import shutil
 import signal
 import sys
 import time
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from pathlib import Path
 
 import nbformat
 
@@ -49,6 +51,7 @@ class Runner:
                     self._report()
         finally:
             self.server.close()
+            self._keep_server_log()
             self._report(page=True)
         states = self.run.manifest["phases"]
         return [p.name for p in chosen if states[p.name]["state"] == "failed"]
@@ -90,6 +93,12 @@ class Runner:
                 raise (error if first else Unavailable(str(error))) from None
         elif phase.needs == "free":
             self.server.free()
+
+    def _keep_server_log(self):
+        """A copy of the server's log belongs to the run, where we can read it."""
+        log = self.run.manifest.get("server", {}).get("log")
+        if log and Path(log).is_file():
+            shutil.copyfile(log, self.run.log("server"))
 
     def _state(self, phase, state, why="", **more):
         with self.run.changing() as manifest:

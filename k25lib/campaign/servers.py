@@ -53,7 +53,7 @@ class Own:
         """Start it unless it runs; facts for the manifest."""
         if not (self.server and self.server.is_alive()):
             self.close()
-            self.server = Embedded(PROJECT)
+            self.server = self.server or Embedded(PROJECT)  # a second start keeps its folder and its log
             self.server.start(on_stage=lambda stage: print(f"  server: {stage}", file=self.log, flush=True))
         s = self.server
         facts = {"url": s.url, "model": s.model, "tp": s.tp, "python": s.python}
@@ -72,4 +72,3 @@ class Own:
         """Stop it if it runs."""
         if self.server:
             self.server.stop()
-            self.server = None
