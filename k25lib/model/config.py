@@ -24,17 +24,24 @@ class Config:
         ).removeprefix("torch.")
 
     def get(self, key):
-        """The value, or None where it is absent or null; a dimension must be a whole number."""
+        """The value as it stands, or None where it is absent or null."""
         return self.text.get(key)
+
+    def number(self, key, default=0, least=0):
+        """A dimension that may be absent; K25Error where it is there and no whole number of at least `least`."""
+        value = self.text.get(key)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            kind = "positive whole number" if least else "whole number"
+            raise K25Error(f"config.json has {key}={value!r}; it must be a {kind}")
+        return value
 
     def need(self, key):
         """A dimension that the family cannot do without; K25Error where it is absent or no positive whole number."""
-        value = self.text.get(key)
-        if value is None:
+        if self.text.get(key) is None:
             raise K25Error(f"config.json lacks {key!r}, which {self.architecture} needs")
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise K25Error(f"config.json has {key}={value!r}; it must be a positive whole number")
-        return value
+        return self.number(key, least=1)
 
     def family(self):
         """Name of the builder that knows this architecture; K25Error that names the architecture otherwise."""

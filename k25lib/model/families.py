@@ -1,6 +1,6 @@
 """Families of models: config.json -> the weight matrices of each layer, unsharded, with their checkpoint names."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from k25lib.errors import K25Error
 
@@ -49,8 +49,7 @@ class Shape:
     experts: int = 0
     experts_per_token: int = 0
     moe_layers: int = 0
-    embedding_parameters: int = 0
-    extra: dict = field(default_factory=dict)
+    embedding_parameters: int = 0  # 0 where the head shares them
 
 
 def _column(name, modules, widths, k, what, **more):
@@ -100,6 +99,10 @@ def _head(config):
     return Matrix("lm_head", ("lm_head",), (Part(vocab, 1, "padded vocabulary"),), config.need("hidden_size"), "vocab")
 
 
+def _embedding(config):
+    return 0 if config.get("tie_word_embeddings") else config.need("vocab_size") * config.need("hidden_size")
+
+
 def mla(config):
     """DeepSeek-V2/V3 and Kimi-K2: latent attention, dense first layers, a shared expert beside routed ones.
 
@@ -108,9 +111,9 @@ def mla(config):
     need, prefix = config.need, config.prefix
     hidden, heads = need("hidden_size"), need("num_attention_heads")
     nope, rope, value = need("qk_nope_head_dim"), need("qk_rope_head_dim"), need("v_head_dim")
-    latent, q_rank = need("kv_lora_rank"), config.get("q_lora_rank")
-    count, dense = need("num_hidden_layers"), config.get("first_k_dense_replace") or 0
-    every, experts = config.get("moe_layer_freq") or 1, config.get("n_routed_experts") or 0
+    latent, q_rank = need("kv_lora_rank"), config.number("q_lora_rank")
+    count, dense = need("num_hidden_layers"), config.number("first_k_dense_replace")
+    every, experts = config.number("moe_layer_freq", 1, least=1), config.number("n_routed_experts")
     layers, sparse = [], 0
     for index in range(count):
         at = f"{prefix}model.layers.{index}"
@@ -138,7 +141,7 @@ def mla(config):
         if experts and index >= dense and index % every == 0:
             sparse += 1
             width = need("moe_intermediate_size")
-            shared = (config.get("n_shared_experts") or 0) * width
+            shared = config.number("n_shared_experts") * width
             names = ("gate_proj", "up_proj", "down_proj")
             matrices += _moe(f"{at}.mlp", hidden, experts, width, names, shared, "moe_intermediate_size")
         else:
@@ -149,12 +152,12 @@ def mla(config):
         vocab=need("vocab_size"),
         layers=layers,
         head=_head(config),
-        norm_elements=count * (2 * hidden + (q_rank or 0) + latent) + hidden,
+        norm_elements=count * (2 * hidden + q_rank + latent) + hidden,
         kv_heads=Part(1, latent + rope, "latent", copied=True),
         experts=experts,
         experts_per_token=need("num_experts_per_tok") if sparse else 0,
         moe_layers=sparse,
-        embedding_parameters=need("vocab_size") * hidden,
+        embedding_parameters=_embedding(config),
     )
 
 
@@ -165,17 +168,17 @@ def gqa(config):
 
 def gqa_moe(config):
     """Mixtral, Qwen2-MoE and Qwen3-MoE: grouped-query attention and routed experts."""
-    dense, every = set(config.get("mlp_only_layers") or ()), config.get("decoder_sparse_step") or 1
+    dense, every = set(config.get("mlp_only_layers") or ()), config.number("decoder_sparse_step", 1, least=1)
     return _grouped_query(config, lambda index: index not in dense and (index + 1) % every == 0)
 
 
 def _grouped_query(config, is_sparse):
     need, prefix = config.need, config.prefix
     hidden, heads, count = need("hidden_size"), need("num_attention_heads"), need("num_hidden_layers")
-    kv_heads = config.get("num_key_value_heads") or heads
-    size = config.get("head_dim") or hidden // heads
+    kv_heads = config.number("num_key_value_heads", heads, least=1)
+    size = config.number("head_dim", hidden // heads, least=1)
     mixtral = config.get("num_local_experts") is not None
-    experts = config.get("num_local_experts") or config.get("num_experts") or 0
+    experts = config.number("num_local_experts") or config.number("num_experts")
     layers, sparse = [], 0
     for index in range(count):
         at = f"{prefix}model.layers.{index}"
@@ -191,7 +194,7 @@ def _grouped_query(config, is_sparse):
             width = need("intermediate_size" if mixtral else "moe_intermediate_size")
             names = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
             block = "block_sparse_moe" if mixtral else "mlp"
-            shared = config.get("shared_expert_intermediate_size") or 0
+            shared = config.number("shared_expert_intermediate_size")
             if not experts:
                 raise K25Error("config.json lacks 'num_experts' (or 'num_local_experts'), which its architecture needs")
             matrices += _moe(f"{at}.{block}", hidden, experts, width, names, shared, "expert width")
@@ -211,7 +214,7 @@ def _grouped_query(config, is_sparse):
         experts=experts if sparse else 0,
         experts_per_token=need("num_experts_per_tok") if sparse else 0,
         moe_layers=sparse,
-        embedding_parameters=need("vocab_size") * hidden,
+        embedding_parameters=_embedding(config),
     )
 
 

@@ -96,7 +96,7 @@ class Model:
         if matrix.modules not in self._formats:
             quantization = self.config.quantization
             # A compressed-tensors target "Linear" is no head: only GPTQ, when it says so, quantizes that one.
-            if matrix.sharding == "vocab" and (quantization or {}).get("lm_head") is not True:
+            if matrix.sharding == "vocab" and not (isinstance(quantization, dict) and quantization.get("lm_head")):
                 quantization = None
             self._formats[matrix.modules] = format_of(matrix.modules, quantization, self.dtype)
         return self._formats[matrix.modules]
@@ -106,8 +106,8 @@ class Model:
         return [matrix for layer in self.shape.layers for matrix in layer] + [self.shape.head]
 
     def parameters(self):
-        """Parameters of the text model: `total`, `active` for one token, `active_with_embedding`."""
-        total = active = 0
+        """Parameters of the text model (biases left out): `total`, `active` for one token, `active_with_embedding`."""
+        total = active = self.shape.norm_elements
         for m in self.matrices():
             size = sum(p.units * p.width for p in m.parts) * m.k * m.heads
             total += size * (self.shape.experts if m.routed else 1)

@@ -128,10 +128,15 @@ def format_of(modules, quantization, default):
     """
     if not quantization:
         return default
+    if not isinstance(quantization, dict):
+        raise K25Error("quantization_config of config.json must be a JSON object")
     method = quantization.get("quant_method")
     if method not in METHODS:
         raise K25Error(f"quantization method {method!r} is not known; known: {', '.join(METHODS)}")
-    formats = {METHODS[method](quantization, module) or default for module in modules}
+    try:
+        formats = {METHODS[method](quantization, module) or default for module in modules}
+    except (KeyError, TypeError, ValueError, AttributeError, re.error) as error:
+        raise K25Error(f"quantization_config of config.json cannot be read for {modules[0]}: {error!r}") from None
     if len(formats) > 1:
         raise K25Error(
             f"{' and '.join(modules)} are one matrix in the server, but quantized differently in config.json"
