@@ -1,0 +1,73 @@
+"""Reads a model's config.json: where its text model is, which family it is of, how its weights are stored."""
+
+import json
+import tomllib
+from pathlib import Path
+
+from k25lib.errors import K25Error, UsageError
+
+
+class Config:
+    """The text part of a config.json, which multimodal wrappers nest under `text_config`."""
+
+    def __init__(self, raw, overrides=None):
+        if not isinstance(raw, dict):
+            raise UsageError("config.json must hold a JSON object")
+        nested = raw.get("text_config")
+        self.text = {**(nested if isinstance(nested, dict) else raw), **(overrides or {})}
+        self.prefix = "language_model." if isinstance(nested, dict) else ""
+        self.architecture = _first(self.text) or _first(raw) or "none named"
+        self.model_type = self.text.get("model_type")
+        self.quantization = self.text.get("quantization_config") or raw.get("quantization_config")
+        self.dtype = next(
+            (str(c[key]) for c in (self.text, raw) for key in ("dtype", "torch_dtype") if c.get(key)), "bfloat16"
+        ).removeprefix("torch.")
+
+    def get(self, key):
+        """The value as it stands, or None where it is absent or null."""
+        return self.text.get(key)
+
+    def number(self, key, default=0, least=0):
+        """A dimension that may be absent; K25Error where it is there and no whole number of at least `least`."""
+        value = self.text.get(key)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            kind = "positive whole number" if least else "whole number"
+            raise K25Error(f"config.json has {key}={value!r}; it must be a {kind}")
+        return value
+
+    def need(self, key):
+        """A dimension that the family cannot do without; K25Error where it is absent or no positive whole number."""
+        if self.text.get(key) is None:
+            raise K25Error(f"config.json lacks {key!r}, which {self.architecture} needs")
+        return self.number(key, least=1)
+
+    def family(self):
+        """Name of the builder that knows this architecture; K25Error that names the architecture otherwise."""
+        families = tomllib.loads((Path(__file__).parent / "families.toml").read_text())
+        for name, family in families.items():
+            if self.architecture in family["architectures"] or self.model_type in family["model_types"]:
+                return name
+        known = ", ".join(sorted(a for family in families.values() for a in family["architectures"]))
+        raise K25Error(
+            f"architecture {self.architecture} (model_type {self.model_type}) is not of a known family; known: {known}"
+        )
+
+
+def _first(config):
+    names = config.get("architectures") or ()
+    return names[0] if names else None
+
+
+def read_config(path, overrides=None):
+    """Read `path` (a config.json, or the model folder that holds one) into a Config."""
+    path = Path(path)
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        raw = json.loads(file.read_text())
+    except OSError as error:
+        raise UsageError(f"cannot read {file}: {error.strerror}") from None
+    except ValueError as error:
+        raise UsageError(f"{file} is no valid JSON: {error}") from None
+    return Config(raw, overrides)

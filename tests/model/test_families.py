@@ -1,0 +1,265 @@
+"""Other families, weight formats, and configs that cannot be."""
+
+import json
+
+import pytest
+
+from k25lib.errors import K25Error, UsageError
+from k25lib.model import load_model
+
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 32,
+    "vocab_size": 128256,
+    "torch_dtype": "bfloat16",
+}
+LLAMA_1B = LLAMA_8B | {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "head_dim": 64,
+    "tie_word_embeddings": True,
+}
+MIXTRAL = LLAMA_8B | {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 32000,
+}
+QWEN3_30B = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_hidden_layers": 48,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "vocab_size": 151936,
+    "torch_dtype": "bfloat16",
+}
+DEEPSEEK_V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "first_k_dense_replace": 3,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+    "torch_dtype": "bfloat16",
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"},
+}
+TINY_KIMI = DEEPSEEK_V3 | {
+    "model_type": "kimi_k2",
+    "first_k_dense_replace": 1,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 128,
+    "n_routed_experts": 8,
+    "num_attention_heads": 4,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 4,
+    "q_lora_rank": 256,
+    "vocab_size": 2048,
+    "quantization_config": None,
+}
+
+
+@pytest.fixture
+def load(tmp_path):
+    def _load(config, **more):
+        (tmp_path / "config.json").write_text(json.dumps({**config, **more}))
+        return load_model(tmp_path)
+
+    return _load
+
+
+def gemms(step):
+    return {g["name"]: g for g in step.gemms}
+
+
+@pytest.mark.parametrize(
+    ("config", "total"),
+    [
+        (LLAMA_8B, 8_030_261_248),
+        (LLAMA_1B, 1_235_814_400),
+        (MIXTRAL, 46_702_792_704),
+        (QWEN3_30B, 30_532_122_624),
+    ],
+    ids=["llama-8b", "llama-1b-tied", "mixtral", "qwen3-30b-a3b"],
+)
+def test_parameters_are_those_of_the_published_checkpoints(load, config, total):
+    assert load(config).parameters()["total"] == total
+
+
+def test_deepseek_v3_has_671_billion_parameters_and_37_active(load):
+    parameters = load(DEEPSEEK_V3).parameters()
+    assert round(parameters["total"] / 1e9) == 671
+    assert round(parameters["active_with_embedding"] / 1e9, 1) == 37.6
+
+
+def test_llama_reads_half_its_bytes_on_each_of_two_ranks(load):
+    model = load(LLAMA_8B)
+    one, two = model.step(tp=1), model.step(tp=2)
+    assert one.weight_bytes == 2 * (8_030_261_248 - 128256 * 4096)  # the embedding is not read
+    assert two.weight_bytes - two.norm_bytes == (one.weight_bytes - one.norm_bytes) / 2
+    qkv = gemms(two)["qkv_proj"]
+    assert (qkv["n"], qkv["k"], qkv["calls_per_step"]) == ((32 + 8 + 8) * 128 // 2, 4096, 32)
+    assert two.kv_bytes_per_token == 2 * 8 // 2 * 128 * 2 * 32
+    assert two.census() == {"allreduce": 65, "allgather": 1, "kv_cache": 32}
+
+
+def test_key_value_heads_are_copied_beyond_their_number(load):
+    step = load(LLAMA_8B).step(tp=16)
+    assert gemms(step)["qkv_proj"]["n"] == (2 + 1 + 1) * 128
+    assert step.kv_bytes_per_token == 2 * 128 * 2 * 32
+
+
+def test_mixtral_routes(load):
+    step = load(MIXTRAL).step(tp=2, batch=1)
+    routed = gemms(step)["routed gate_up"]
+    assert (routed["n"], routed["k"], routed["matrices"], routed["dtype"]) == (14336, 4096, 2, "bf16")
+    assert step.census()["moe_gemm"] == 64
+
+
+def test_dense_layers_of_qwen3_moe_are_kept_apart(load):
+    step = load(QWEN3_30B, mlp_only_layers=[0, 5]).step()
+    assert gemms(step)["dense down"]["calls_per_step"] == 2
+    assert gemms(step)["routed down"]["calls_per_step"] == 46
+
+
+def test_tiny_kimi_on_a_cpu_has_the_calls_that_its_trace_shows(load):
+    census = load(TINY_KIMI).step(tp=2).census("cpu")
+    assert census == {"allreduce": 9, "allgather": 1, "attention": 4, "moe_gemm": 3, "gemm": 24, "bmm": 8}
+
+
+def test_fp8_blocks(load):
+    model = load(DEEPSEEK_V3)
+    step = gemms(model.step(tp=8))
+    assert step["fused_qkv_a_proj"]["bytes_per_call"] == 2112 * 7168 + 17 * 56 * 4
+    assert (step["fused_qkv_a_proj"]["dtype"], step["W_UV bmm"]["dtype"], step["lm_head"]["dtype"]) == (
+        "fp8",
+        "bf16",  # the absorbed copies are BF16
+        "bf16",
+    )
+    with pytest.raises(UsageError, match=r"cut inside a block of 128x128; tp may be 1, 2, 4, 8, 16"):
+        model.step(tp=32)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "dtype", "group", "size"),
+    [
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True}, "int4", 128, 0.5 + 2 / 128),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}, "int4", 128, 0.5 + 2.5 / 128),
+        ({"quant_method": "gptq", "bits": 8, "group_size": -1}, "int8", None, 1 + 2 / 4096),
+        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, "fp8", None, 1 + 4 / 4096**2),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {
+                    "a": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "group_size": 32}}
+                },
+                "ignore": ["lm_head"],
+            },
+            "int4",
+            32,
+            0.5625,
+        ),
+    ],
+    ids=["gptq", "awq", "gptq-channel", "fp8-tensor", "w4a16"],
+)
+def test_byte_widths(load, quantization, dtype, group, size):
+    step = gemms(load(LLAMA_8B, quantization_config=quantization).step())
+    assert (step["o_proj"]["dtype"], step["o_proj"]["group_size"]) == (dtype, group)
+    assert step["o_proj"]["bytes_per_call"] == pytest.approx(4096 * 4096 * size, abs=1)
+    assert step["lm_head"]["dtype"] == "bf16"
+
+
+def test_an_ignored_layer_is_a_row_of_its_own(load):
+    quantization = {"quant_method": "fp8", "ignored_layers": ["model.layers.3.mlp.down_proj"]}
+    rows = [g for g in load(LLAMA_8B, quantization_config=quantization).step().gemms if g["name"] == "dense down"]
+    assert sorted((g["dtype"], g["calls_per_step"]) for g in rows) == [("bf16", 1), ("fp8", 31)]
+
+
+def test_parts_of_one_fused_matrix_must_agree(load):
+    quantization = {"quant_method": "fp8", "ignored_layers": ["model.layers.3.mlp.up_proj"]}
+    with pytest.raises(K25Error, match="up_proj are one matrix"):
+        load(LLAMA_8B, quantization_config=quantization).step()
+
+
+def test_quantization_at_the_top_level_of_a_nested_config_counts(load):
+    nested = {"architectures": ["KimiK25ForConditionalGeneration"], "text_config": TINY_KIMI}
+    step = load(nested, quantization_config={"quant_method": "fp8"}).step()
+    assert gemms(step)["o_proj"]["dtype"] == "fp8"
+
+
+@pytest.mark.parametrize("tp", [3, 5, 6, 64])
+def test_a_tp_that_cannot_be_says_what_may_be(load, tp):
+    with pytest.raises(UsageError, match=rf"tp={tp} cannot be: .* tp may be 1, 2, 4, 8, 16, 32$"):
+        load(LLAMA_8B).step(tp=tp)
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 0}, {"tp": 2.0}, {"batch": 0}, {"context": -1}, {"dp": True}])
+def test_sizes_must_be_whole_numbers(load, sizes):
+    with pytest.raises(UsageError, match="must be a whole number"):
+        load(LLAMA_8B).step(**sizes)
+
+
+def test_an_unknown_architecture_is_named(load):
+    with pytest.raises(K25Error, match="architecture MambaForCausalLM .model_type mamba. is not of a known family"):
+        load({"architectures": ["MambaForCausalLM"], "model_type": "mamba"})
+
+
+def test_an_unknown_quantization_is_named(load):
+    with pytest.raises(K25Error, match="'bitsandbytes' is not known; known: compressed-tensors, gptq"):
+        load(LLAMA_8B, quantization_config={"quant_method": "bitsandbytes"}).step()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": None}, "lacks 'hidden_size'"),
+        ({"num_attention_heads": "32"}, "num_attention_heads='32'; it must be a positive whole number"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers=-1"),
+        ({"torch_dtype": "bogus"}, "dtype 'bogus'"),
+        ({"head_dim": [64]}, r"head_dim=\[64\]; it must be a positive whole number"),
+        ({"quantization_config": [1]}, "must be a JSON object"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "cannot be read for .*q_proj: KeyError"),
+    ],
+)
+def test_a_broken_config_is_one_line(load, change, message):
+    with pytest.raises(K25Error, match=message):
+        load(LLAMA_8B, **change).step()
+
+
+@pytest.mark.parametrize(("text", "message"), [("{", "no valid JSON"), ("[1]", "must hold a JSON object")])
+def test_a_file_that_is_no_config(tmp_path, text, message):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UsageError, match=message):
+        load_model(tmp_path)
+
+
+def test_a_missing_file(tmp_path):
+    with pytest.raises(UsageError, match="cannot read .*config.json: No such file"):
+        load_model(tmp_path)
