@@ -34,7 +34,8 @@ def checked_parameters(notebook, given, table):
 
 
 def execute(source, target, parameters, cell_timeout_s, log, progress=sys.stderr):
-    """Execute the notebook `source` into `target`; on failure the copy is `<target>.failed.ipynb` instead.
+    """Execute the notebook `source` into `target`; on failure the copy is `<target>.failed.ipynb` instead,
+    and an earlier `target` stays as it is.
 
     The kernel's stderr goes to the file `log`. Raises NotebookFailed with the reason; SystemExit and
     KeyboardInterrupt pass through after the copy is kept and the kernel has ended.
@@ -57,6 +58,7 @@ def execute(source, target, parameters, cell_timeout_s, log, progress=sys.stderr
                 execution_timeout=cell_timeout_s,
                 start_timeout=120,
                 autosave_cell_every=30,
+                extra_arguments=["--log-level=CRITICAL"],  # the kernel's own words are no progress
             )
         _raise_if_incomplete(part)
         whole = True
@@ -66,9 +68,9 @@ def execute(source, target, parameters, cell_timeout_s, log, progress=sys.stderr
         raise NotebookFailed(_reason(error, cell_timeout_s)) from error
     finally:
         if part.exists():
-            for old in (target, failed):
-                old.unlink(missing_ok=True)
             part.replace(target if whole else failed)
+        if whole:
+            failed.unlink(missing_ok=True)
 
 
 def _engine(name, progress):

@@ -1,0 +1,64 @@
+"""A run's directory: nothing overwritten, the manifest whole under two writers, tables as they were saved."""
+
+import threading
+
+import pandas as pd
+import pytest
+
+from k25lib.errors import UsageError
+from k25lib.run import Run
+
+
+def test_two_runs_of_one_second_do_not_meet(tmp_path):
+    first, second = Run.create("a b/c", tmp_path), Run.create("a b/c", tmp_path)
+    assert first.path != second.path
+    assert first.path.name.endswith("-a-b-c")
+    assert Run.find("newest", tmp_path).path == second.path
+
+
+def test_tables_come_back_as_saved(tmp_path):
+    run = Run.create("x", tmp_path)
+    run.save("gemm", [{"name": "o_proj", "time_us": 1.5}, {"name": "lm_head", "time_us": None, "reason": "no memory"}])
+    table = run.table("gemm")
+    assert table["name"].tolist() == ["o_proj", "lm_head"]
+    assert table["time_us"].isna().tolist() == [False, True]
+    assert run.table("levels").empty
+    assert run.tables() == ["gemm"]
+
+
+def test_a_table_that_can_not_be_written_leaves_the_old_one(tmp_path):
+    run = Run.create("x", tmp_path)
+    run.save("gemm", [{"a": 1}])
+    with pytest.raises(Exception, match="mix"):
+        run.save("gemm", pd.DataFrame({"a": [{1, 2}, "text"]}))
+    assert run.table("gemm")["a"].tolist() == [1]
+
+
+def test_two_writers_of_the_manifest_lose_nothing(tmp_path):
+    run = Run.create("x", tmp_path)
+
+    def write(start):
+        for n in range(start, start + 40):
+            Run(run.path).update(phases={str(n): n})
+
+    threads = [threading.Thread(target=write, args=(k * 40,)) for k in range(3)]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    assert len(run.manifest["phases"]) == 120
+
+
+def test_an_unknown_run_names_those_there_are(tmp_path):
+    known = Run.create("known", tmp_path)
+    with pytest.raises(UsageError, match=known.path.name):
+        Run.find("other", tmp_path)
+    with pytest.raises(UsageError, match="there is no run"):
+        Run.find("newest", tmp_path / "empty")
+
+
+def test_notebooks_find_the_newest_run_but_never_write_into_a_campaign(tmp_path):
+    campaign = Run.create("campaign", tmp_path, kind="campaign")
+    assert Run.open_or_new("", tmp_path, reading=True).path == campaign.path
+    mine = Run.open_or_new("", tmp_path)
+    assert mine.path != campaign.path
+    assert mine.manifest["kind"] == "interactive"
+    assert Run.open_or_new("", tmp_path).path == mine.path
