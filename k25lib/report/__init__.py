@@ -1,1 +1,1 @@
-"""Figures, the Markdown document and the one offline page."""
+"""What readers get of a run: one offline page, one Markdown document, and the list of all runs."""

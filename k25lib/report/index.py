@@ -1,0 +1,56 @@
+"""The team's list of runs: reports/index.html, from what lies beside it; works from a plain file share."""
+
+import json
+from pathlib import Path
+
+from k25lib.report.file import write_text
+from k25lib.report.overview import overview
+from k25lib.report.page import environment
+
+ENTRY = "summary.json"
+
+
+def write_index(reports_root, runs):
+    """Write `<reports_root>/index.html`: `runs`, and all whose report lies there already; newest first.
+
+    Each report's folder keeps its own entry (`write_entry`), so that the list stays whole where the runs are not.
+    """
+    root = Path(reports_root)
+    for run in runs:
+        if not (root / run.path.name / ENTRY).is_file():
+            write_entry(overview(run), root / run.path.name)
+    entries = [made for path in root.glob(f"*/{ENTRY}") if (made := _read(path))]
+    entries.sort(key=lambda made: (made["created"], made["run"]), reverse=True)
+    write_text(root / "index.html", environment().get_template("index.html.j2").render(entries=entries))
+
+
+def write_entry(facts, folder):
+    """Write a run's line of the list, from its overview, into its report's folder."""
+    found = facts["summary"]
+    made = {
+        "schema": "k25.report/1",
+        **{key: facts[key] for key in ("run", "title", "created", "date", "model", "hardware", "engine", "previous")},
+        "headline": next(iter(found.get("headlines") or []), None),
+        "verdict": found.get("verdict") or verdict(found.get("changes") or []),
+        "states": {phase["name"]: phase.get("state", "") for phase in facts["phases"]},
+    }
+    write_text(folder / ENTRY, json.dumps(made, indent=1, ensure_ascii=False) + "\n")
+
+
+def verdict(changes):
+    """One word for a list of changes: worse or better if any is (`mixed` if both), else unclear or same; "" if none."""
+    said = {change.get("verdict") for change in changes}
+    if {"worse", "better"} <= said:
+        return "mixed"
+    return next((word for word in ("worse", "better", "unclear", "same") if word in said), "")
+
+
+def _read(path):
+    """A stored entry with what lies beside it; None for a file that is none."""
+    try:
+        made = json.loads(path.read_text(encoding="utf-8"))
+        made["created"], made["run"] = str(made["created"]), path.parent.name
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    made["files"] = [p.name for pattern in ("index.html", "*.md") for p in sorted(path.parent.glob(pattern))]
+    return made

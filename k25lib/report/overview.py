@@ -1,0 +1,136 @@
+"""What a reader must know first of a run: what it is, how far it came, what it found, what changed."""
+
+import json
+
+from k25lib.report import tables
+from k25lib.report.escape import plain
+from k25lib.run import Run
+
+# Of no interest as a difference between two runs: they are of the moment, or change with every start.
+_MOMENTARY = {
+    *(f"server.{name}" for name in ("url", "python", "config", "traces", "log")),
+    *(f"gpus.{name}" for name in ("memory_used_bytes", "sm_mhz", "memory_mhz", "temperature_c", "uuid")),
+}
+_UNFINISHED = {"pending": "has not run yet", "running": "is running", "failed": "failed", "skipped": "was skipped"}
+
+
+def overview(run):
+    """The run's facts as a dict for the templates; complete for a run that has nothing but a manifest."""
+    manifest = run.manifest
+    before = previous(run)
+    found = _summary(run)
+    environment = manifest.get("environment") or {}
+    server = manifest.get("server") or {}
+    return {
+        "run": run.path.name,
+        "name": plain(manifest.get("name") or run.path.name),
+        "title": plain(manifest.get("title") or manifest.get("name") or run.path.name),
+        "created": str(manifest.get("created") or ""),
+        "date": str(manifest.get("created") or "").replace("T", " ")[:16],
+        "model": plain(environment.get("model") or server.get("model") or "not known yet"),
+        "hardware": plain(hardware(environment) or "not known yet"),
+        "engine": plain(engine(environment, server) or "not known yet"),
+        "command": plain(" ".join(map(str, manifest.get("command") or []))),
+        "git": plain(_git(manifest.get("git") or {})),
+        "previous": before.path.name if before else "",
+        "environment": differences(_facts(manifest), _facts(before.manifest) if before else {}),
+        "settings": rows(manifest.get("settings") or {}) | rows(manifest.get("method") or {}, "method"),
+        "phases": [{"name": name, **phase} for name, phase in sorted((manifest.get("phases") or {}).items())],
+        "summary": found,
+        "missing": [*_unfinished(manifest.get("phases") or {}), *found.get("missing", [])],
+    }
+
+
+def previous(run):
+    """The newest earlier run of the same name beside `run`, or None."""
+    mine, earlier = run.manifest, []
+    for other in Run.all(run.path.parent):
+        try:
+            theirs = other.manifest
+        except (ValueError, OSError):  # a damaged neighbour does not stop this run's report
+            continue
+        if theirs.get("name") == mine.get("name") and str(theirs.get("created")) < str(mine.get("created")):
+            earlier.append((str(theirs["created"]), other))
+    return max(earlier, key=lambda pair: pair[0], default=(None, None))[1]
+
+
+def rows(value, prefix=""):
+    """Nested settings as {dotted name: text}; what the members of a list of dicts share is said once."""
+    if isinstance(value, dict):
+        found = {}
+        for key, part in value.items():
+            found |= rows(part, f"{prefix}.{key}" if prefix else str(key))
+        return found
+    if isinstance(value, list) and value and all(isinstance(part, dict) for part in value):
+        keys = dict.fromkeys(key for part in value for key in part)
+        return {f"{prefix}.{key}": counted([part.get(key) for part in value], key == "name") for key in keys}
+    return {prefix: tables.cell(value)}
+
+
+def hardware(environment):
+    """The GPUs in words (`2 × NVIDIA H200`), else the CPU."""
+    gpus = environment.get("gpus") or []
+    names = [gpu.get("name", "GPU") if isinstance(gpu, dict) else gpu for gpu in gpus]
+    cpu = environment.get("cpu") or ""
+    return counted(names) if names else (cpu.get("name") or cpu.get("model") or "") if isinstance(cpu, dict) else cpu
+
+
+def engine(environment, server):
+    """The engine in words: name, version, and parallelism where it is known."""
+    version = environment.get("vllm_version") or ""
+    tp = server.get("tp") or ""
+    return ", ".join([f"vLLM {version}"] * bool(version) + [f"tensor parallel {tp}"] * bool(tp))
+
+
+def differences(now, before):
+    """Facts as rows {"name", "value", "before"}; `before` is None where nothing changed or there was no run before."""
+    found = [{"name": key, "value": value, "before": None} for key, value in now.items()]
+    if before:
+        for row in found:
+            old = before.get(row["name"], "–")
+            if old != row["value"] and row["name"] not in _MOMENTARY:
+                row["before"] = old
+        gone = [key for key in before if key not in now and key not in _MOMENTARY]
+        found += [{"name": key, "value": "–", "before": before[key]} for key in gone]
+    return found
+
+
+def _facts(manifest):
+    return {
+        **rows(manifest.get("environment") or {}),
+        **rows(manifest.get("server") or {}, "server"),
+        **({"git": _git(manifest["git"])} if manifest.get("git") else {}),
+    }
+
+
+def _git(git):
+    return f"{str(git.get('commit', ''))[:12]}{' with changes' if git.get('dirty') else ''}"
+
+
+def counted(values, always=True):
+    """Values in words, equal ones counted: `8 × NVIDIA H200`; with `always` off, one that all share stands alone."""
+    texts = [tables.cell(value) for value in values]
+    if len(set(texts)) == 1 and not always:
+        return texts[0]
+    return ", ".join(f"{n} × {text}" if (n := texts.count(text)) > 1 else text for text in dict.fromkeys(texts))
+
+
+def _unfinished(phases):
+    return [
+        f"{name} {_UNFINISHED[phase.get('state')]}" + (f": {phase['why']}" if phase.get("why") else "")
+        for name, phase in sorted(phases.items())
+        if phase.get("state") in _UNFINISHED
+    ]
+
+
+def summarise(run):
+    """The findings of `run`; none before its first results."""
+    return {}
+
+
+def _summary(run):
+    """The findings of the run; a half run whose findings cannot be computed says so instead."""
+    try:
+        return json.loads(json.dumps(summarise(run), default=str))
+    except Exception as error:  # the document of a half run must be written whatever the tables hold
+        return {"missing": [f"the findings could not be computed: {type(error).__name__}: {plain(error)}"]}

@@ -1,0 +1,85 @@
+"""One offline HTML page of a run: what it found, then its notebooks; plotly.js once, and no request."""
+
+import base64
+import gzip
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader
+from markupsafe import Markup
+from plotly.offline import get_plotlyjs
+from pygments.formatters import HtmlFormatter
+
+from k25lib.errors import K25Error
+from k25lib.report import escape, notebook, tables
+from k25lib.report.file import write_text
+from k25lib.report.overview import overview
+
+MOST_BYTES = 4_000_000
+_TEMPLATES = Path(__file__).with_name("templates")
+
+
+def write_page(run, notebooks, target):
+    """Write the page of `run` from executed notebooks (paths; some may have failed or be missing); its size in bytes.
+
+    A phase of the run without a notebook gets a section that says why.
+    """
+    facts = overview(run)
+    sections = _sections(facts["phases"], notebooks)
+    figures = {f"{s['id']}-figure-{n}": plot for s in sections for n, plot in enumerate(s["figures"], 1)}
+    text = (
+        environment()
+        .get_template("page.html.j2")
+        .render(
+            facts=facts,
+            sections=sections,
+            changes=tables.table(facts["summary"].get("changes") or []),
+            plotly=packed(get_plotlyjs()) if figures else "",
+            figures=packed(json.dumps(figures, separators=(",", ":"), allow_nan=False)),
+            code_style=Markup(HtmlFormatter(style="default").get_style_defs(".highlight")),
+            nonce=hashlib.sha256(json.dumps([sections, facts], default=str).encode()).hexdigest()[:32],
+        )
+    )
+    size = write_text(target, text)
+    if size > MOST_BYTES:
+        print(f"{target} has {size / 1e6:.1f} MB, more than the {MOST_BYTES / 1e6:.0f} MB meant", file=sys.stderr)
+    return size
+
+
+def environment():
+    """The jinja2 environment of the page's templates: all text is escaped and free of control characters."""
+    made = Environment(
+        loader=FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        finalize=lambda value: escape.lines(value) if type(value) is str else value,
+    )
+    made.filters |= {"cell": tables.cell, "interval": tables.interval, "plain": escape.plain}
+    made.globals["source"] = lambda name: Markup((_TEMPLATES / name).read_text(encoding="utf-8"))
+    return made
+
+
+def packed(text):
+    """Text as base64 of gzip, the same bytes for the same text."""
+    return base64.b64encode(gzip.compress(text.encode(), 9, mtime=0)).decode()
+
+
+def _sections(phases, notebooks):
+    paths = {notebook.phase_of(path): Path(path) for path in notebooks if Path(path).is_file()}
+    states = {phase["name"]: phase for phase in phases}
+    made = []
+    for name in sorted({*paths, *states}):
+        section = {"id": name, "name": name, "html": "", "headings": [], "figures": [], "trouble": ""}
+        if name in paths:
+            try:
+                section |= notebook.section(paths[name])
+            except K25Error as error:
+                section["trouble"] = str(error)
+        section["html"] = Markup(section["html"])
+        section["headings"] = [{**h, "html": Markup(h["html"])} for h in section["headings"] if h["level"] <= 2]
+        made.append({**section, "phase": states.get(name), "file": paths[name].name if name in paths else ""})
+    return made

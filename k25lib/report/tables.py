@@ -1,0 +1,93 @@
+"""Tables as text: a frame or a list of records to headings with units and cells with sensible digits."""
+
+import math
+import tomllib
+from numbers import Number
+from pathlib import Path
+
+import pandas as pd
+
+_UNITS = {
+    "percent": "%", "ms": "ms", "us": "µs", "ns": "ns", "s": "s", "bytes": "bytes", "gb_s": "GB/s", "tb_s": "TB/s",
+    "tok_s": "tok/s", "tflop_s": "TFLOP/s", "w": "W", "mhz": "MHz", "gb": "GB",
+}  # fmt: skip
+_STATISTICS = {"mean", "median", "min", "max", "iqr", "low", "high", "p50", "p90", "p95", "p99"}
+
+
+def heading(column):
+    """A column's heading, its unit in brackets: `time_us_median` -> `time median (µs)`."""
+    words = str(column).split("_")
+    tail = []
+    if words[-1] in _STATISTICS and len(words) > 1:
+        tail = [words.pop()]
+    for length in (2, 1):
+        unit = _UNITS.get("_".join(words[-length:]))
+        if unit and len(words) >= length:
+            name = words[:-length] + tail
+            return f"{' '.join(name)} ({unit})" if name else unit
+    return " ".join(words + tail)
+
+
+def cell(value):
+    """A value as text: numbers with four digits that count and thousands apart, nothing as a dash."""
+    if value is None or value is pd.NA or value is pd.NaT:
+        return "–"
+    if isinstance(value, bool) or type(value).__name__ == "bool_":
+        return "yes" if value else "no"
+    if isinstance(value, Number):
+        return number(value)
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {cell(part)}" for key, part in value.items()) or "–"
+    if isinstance(value, list | tuple | set):
+        return ", ".join(cell(part) for part in value) or "–"
+    return str(value)
+
+
+def number(value, digits=4):
+    """A number as text with `digits` that count; whole numbers are whole, and 12345.6 is 12,346."""
+    value = float(value) if not isinstance(value, int) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return "–" if math.isnan(value) else str(value)
+    if float(value).is_integer() and abs(value) < 1e15:
+        return f"{int(value):,}"
+    if not 1e-4 <= abs(value) < 1e12:
+        return f"{value:.{digits - 1}e}"
+    exponent = int(f"{value:.{digits - 1}e}".split("e")[1])
+    decimals = max(0, digits - 1 - exponent)
+    return f"{value:,.{decimals}f}"
+
+
+def interval(row):
+    """A record's `low` and `high` as `11.9 – 12.3`; empty when it has none."""
+    low, high = row.get("low"), row.get("high")
+    return "" if low is None or high is None else f"{cell(low)} – {cell(high)}"
+
+
+def table(records, title="", columns=None, rows=None):
+    """Records (list of dicts or DataFrame) as {"title", "head", "numeric", "rows", "left_out"}; None when empty."""
+    frame = records if isinstance(records, pd.DataFrame) else pd.DataFrame.from_records(list(records))
+    columns = [c for c in columns or frame.columns if c in frame.columns and not frame[c].isna().all()]
+    if frame.empty or not columns:
+        return None
+    shown = frame[columns].head(rows) if rows else frame[columns]
+    return {
+        "title": title,
+        "head": [heading(c) for c in columns],
+        "numeric": [pd.api.types.is_numeric_dtype(frame[c]) and frame[c].dtype != bool for c in columns],
+        "rows": [[cell(v) for v in row] for row in shown.astype(object).itertuples(index=False, name=None)],
+        "left_out": len(frame) - len(shown),
+    }
+
+
+def of_run(run):
+    """The tables of `run` that its document shows, in order: dicts of `table` with `name` and `phase` beside."""
+    found = []
+    for spec in tomllib.loads(Path(__file__).with_name("tables.toml").read_text(encoding="utf-8"))["table"]:
+        frame = run.table(spec["name"])
+        by = spec.get("sort", "").lstrip("-")
+        if by in frame.columns:
+            frame = frame.sort_values(by, ascending=not spec["sort"].startswith("-"), kind="stable")
+        made = table(frame, spec["title"], spec["columns"], spec.get("rows"))
+        if made:
+            found.append({**made, "name": spec["name"], "phase": spec["phase"]})
+    return found

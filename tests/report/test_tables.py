@@ -1,0 +1,46 @@
+"""Numbers and headings as a reader sees them."""
+
+import pandas as pd
+import pytest
+
+from k25lib.report import tables
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (12.1, "12.10"), (0.0313, "0.03130"), (1536, "1,536"), (1536.2, "1,536"), (65536.0, "65,536"), (0, "0"),
+        (-3.54, "-3.540"),
+        (float("nan"), "–"), (float("inf"), "inf"), (None, "–"), (True, "yes"), ([1, 2.5], "1, 2.500"),
+        (1.5e-7, "1.500e-07"),
+        (9.9996, "10.00"), ("text", "text"), (pd.NA, "–"), ({"a": 1}, "a 1"),
+    ],
+)  # fmt: skip
+def test_cell(value, text):
+    assert tables.cell(value) == text
+
+
+@pytest.mark.parametrize(
+    ("column", "text"),
+    [
+        ("time_us_median", "time median (µs)"), ("output_tok_s", "output (tok/s)"), ("ms", "ms"), ("percent", "%"),
+        ("busbw_gb_s", "busbw (GB/s)"), ("tpot_ms_p99", "tpot p99 (ms)"), ("calls_per_step", "calls per step"),
+        ("concurrency", "concurrency"), ("bytes", "bytes"), ("steady_s", "steady (s)"), ("median", "median"),
+    ],
+)  # fmt: skip
+def test_heading_has_the_unit(column, text):
+    assert tables.heading(column) == text
+
+
+def test_table_says_what_it_leaves_out_and_drops_empty_columns():
+    made = tables.table([{"a": n, "b": None, "c": "x"} for n in range(5)], rows=2)
+    assert (made["head"], made["rows"], made["left_out"]) == (["a", "c"], [["0", "x"], ["1", "x"]], 3)
+    assert made["numeric"] == [True, False]
+    assert tables.table([]) is None
+
+
+def test_tables_of_a_run_are_sorted_and_named(bare_run):
+    bare_run.save("levels", [{"concurrency": 16, "output_tok_s": 900.0}, {"concurrency": 1, "output_tok_s": 81.0}])
+    (levels,) = tables.of_run(bare_run)
+    assert levels["name"] == "levels"
+    assert [row[0] for row in levels["rows"]] == ["1", "16"]
