@@ -1,0 +1,106 @@
+"""Start the load worker, feed it a plan, and bring home what it recorded, also after Ctrl-C."""
+
+import os
+import pickle
+import queue
+import resource
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+from k25lib.errors import K25Error, UsageError
+
+SPARE_DESCRIPTORS = 64
+WORKER = Path(__file__).with_name("worker.py")
+
+
+def resolve(target):
+    """The socket address of the target (the tuple of getaddrinfo that accepts a connection)."""
+    try:
+        addresses = socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise K25Error(f"cannot resolve {target.host}: {error.strerror}; check the URL") from error
+    for address in addresses:
+        try:
+            with socket.socket(*address[:3]) as sock:
+                sock.settimeout(5)
+                sock.connect(address[4])
+            return address
+        except OSError as error:
+            failure = error
+    reason = failure.strerror or str(failure) or "no answer"
+    raise K25Error(f"cannot connect to {target.base}: {reason}; is the server running?") from failure
+
+
+def check_descriptors(concurrency):
+    """Refuse a concurrency for which the system has too few file descriptors (the worker raises the soft limit)."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if hard != resource.RLIM_INFINITY and concurrency + SPARE_DESCRIPTORS > hard:
+        raise UsageError(f"concurrency {concurrency} needs more than the {hard} file descriptors allowed (ulimit -n)")
+    return hard
+
+
+class Driver:
+    """Runs plans against one target; `interrupted` is set once Ctrl-C came."""
+
+    def __init__(self, target, first_timeout_s=120, chunk_timeout_s=30):
+        self.target, self.address = target, resolve(target)
+        self.timeouts = {"first_timeout_s": first_timeout_s, "chunk_timeout_s": chunk_timeout_s}
+        self.interrupted = False
+
+    def hold(self, requests, concurrency, warmup=0, due_ns=None, max_seconds=None, on_tick=None):
+        """Send `requests` (bytes) at this concurrency, or when due; returns the worker's result.
+
+        The first `warmup` requests are no part of `max_seconds`. `on_tick(done, in_flight)` is called about four
+        times a second.
+        """
+        plan = {
+            "tls": self.target.tls,
+            "host": self.target.host,
+            "address": self.address,
+            "requests": requests,
+            "concurrency": concurrency,
+            "max_connections": max(concurrency, min(check_descriptors(concurrency), 4096) - SPARE_DESCRIPTORS),
+            "warmup": warmup,
+            "due_ns": due_ns,
+            "max_ns": int(max_seconds * 1e9) if max_seconds else None,
+            "connect_timeout_s": 10,
+            "parent": os.getpid(),
+            **self.timeouts,
+        }
+        process = subprocess.Popen(
+            [sys.executable, WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        )
+        frames = queue.SimpleQueue()
+        threading.Thread(target=_read_frames, args=(process.stdout, frames), daemon=True).start()
+        try:
+            with process.stdin:
+                pickle.dump(plan, process.stdin, protocol=5)
+            while True:
+                try:
+                    kind, value = frames.get()
+                    if kind == "progress" and on_tick:
+                        on_tick(*value)
+                except KeyboardInterrupt:
+                    if self.interrupted:
+                        raise
+                    self.interrupted = True
+                    process.terminate()
+                    continue
+                if kind == "result":
+                    return value
+                if kind == "error":
+                    raise K25Error(f"cannot load {self.target.base}: {value}")
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _read_frames(stream, frames):
+    try:
+        while True:
+            frames.put(pickle.load(stream))
+    except (EOFError, pickle.UnpicklingError, ValueError, OSError):
+        frames.put(("error", "the load worker ended without a result"))

@@ -1,0 +1,91 @@
+"""One level of a sweep from its repeats: the dict in `levels` of k25.load/1."""
+
+from collections import Counter
+
+import numpy as np
+
+from k25lib.load.counters import crosscheck, pooled, prefix_hit_rate
+from k25lib.load.metrics import latencies, rounded, run_figures
+
+VOID_HIT_RATE = 0.01
+MAX_CPU_SHARE = 0.8
+MIN_IN_FLIGHT = 0.98
+MAX_LAG_OF_TPOT = 0.5
+
+
+def level(runs, concurrency, rate, slo, gpus, honest_concurrency):
+    """Pool the repeats, a list of (requests, worker's result, server's figures); see design of k25.load/1."""
+    every = [request for requests, _, _ in runs for request in requests]
+    measured = [request for request in every if request.phase == "measured"]
+    figures = [run_figures(requests, result, concurrency, rate, slo) for requests, result, _ in runs if requests]
+    failures = Counter(request.row["kind"] for request in measured if not request.ok)
+    found = {"mode": "closed" if rate is None else "open", "concurrency": concurrency if rate is None else None}
+    found |= {"rate": rate, "requests": len(measured), "failed": sum(failures.values()), "errors": dict(failures)}
+    found |= {"first_error": next((r.row["error"] for r in measured if not r.ok), None)}
+    found |= {"warmup_requests": len(every) - len(measured), "repeats": len(runs)}
+    found |= {"not_sent": sum(result["not_sent"] for _, result, _ in runs)}
+    for name in ("steady_s", "ramp_s", "drain_s"):
+        found[name] = _total(figures, name)
+    for name in ("output_tok_s", "output_tok_s_overall", "request_s", "in_flight_mean", "goodput"):
+        found[name] = _mean(figures, name)
+    found["wave_tok_s"] = [rounded(rate) for each in figures for rate in each["wave_tok_s"]]
+    found |= latencies(measured)
+    found["goodput_unit"] = "requests/s within the SLO" if slo else None
+    sources = {request.row["tokens_from"] for request in measured if request.ok}
+    found["tokens_from"] = "usage" if sources <= {"usage"} else "chunks"
+    tpot = found["tpot_ms"] and found["tpot_ms"]["mean"]
+    found["tok_s_per_user"] = rounded(1e3 / tpot) if tpot else None
+    found["tok_s_per_gpu"] = rounded(found["output_tok_s"] / gpus) if gpus and found["output_tok_s"] else None
+    lengths = [request.row["input_tokens"] for request in measured if request.row["input_tokens"] is not None]
+    found["input_tokens"] = {"min": min(lengths), "max": max(lengths)} if lengths else None
+    found["server"] = pooled([server for _, _, server in runs])
+    found["prefix_hit_rate"] = rounded(prefix_hit_rate(found["server"]))
+    found["void"] = (found["prefix_hit_rate"] or 0) > VOID_HIT_RATE
+    found["crosscheck"] = crosscheck(_as_the_server_counts(every), found["server"])
+    found["client"] = client_state(figures, found, concurrency, rate, honest_concurrency)
+    return found
+
+
+def _total(figures, name):
+    values = [each[name] for each in figures if each[name] is not None]
+    return rounded(sum(values)) if values else None
+
+
+def _mean(figures, name):
+    values = [each[name] for each in figures if each[name] is not None]
+    return rounded(float(np.mean(values))) if values else None
+
+
+def _worst(figures, name):
+    return rounded(max((each[name] for each in figures if each[name] is not None), default=None))
+
+
+def _as_the_server_counts(requests):
+    """Tokens of all requests, and the means over all of them, warm-up too: the server's counters hold them all."""
+    both = latencies(requests)
+    tokens = sum(request.row["output_tokens"] for request in requests)
+    return {"tokens": tokens} | {name: both[name] and both[name]["mean"] for name in ("ttft_ms", "itl_ms")}
+
+
+def client_state(figures, found, concurrency, rate, honest_concurrency):
+    """What the client knows of itself, and whether (and why) it was the limit of the level."""
+    state = {
+        "cpu_us_per_token": _mean(figures, "cpu_us_per_token"),
+        "cpu_share": _worst(figures, "cpu_share"),
+        "lag_ms_p99": _worst(figures, "lag_ms_p99"),
+        "late_ms_p99": _worst(figures, "late_ms_p99"),
+        "stamps": "kernel" if all(each["stamps"] == "kernel" for each in figures) else "user",
+    }
+    tpot, e2e = (found[name] and found[name]["mean"] for name in ("tpot_ms", "e2e_ms"))
+    reasons = []
+    if rate is None and honest_concurrency is not None and concurrency > honest_concurrency:
+        reasons.append(f"above the honest concurrency of the self-test, {honest_concurrency}")
+    if (state["cpu_share"] or 0) > MAX_CPU_SHARE:
+        reasons.append(f"the client used {state['cpu_share']:.0%} of a core")
+    if tpot and (state["lag_ms_p99"] or 0) > MAX_LAG_OF_TPOT * tpot:
+        reasons.append(f"receive lag p99 {state['lag_ms_p99']:.1f} ms beside a TPOT of {tpot:.1f} ms")
+    if e2e and (state["late_ms_p99"] or 0) > (1 - MIN_IN_FLIGHT) * e2e:
+        reasons.append(f"late sends: p99 {state['late_ms_p99']:.1f} ms beside an E2E of {e2e:.0f} ms")
+    if rate is None and found["in_flight_mean"] and found["in_flight_mean"] < MIN_IN_FLIGHT * concurrency:
+        reasons.append(f"only {found['in_flight_mean']:.1f} of {concurrency} requests in flight")
+    return state | {"limited": bool(reasons), "why": "; ".join(reasons) or None}

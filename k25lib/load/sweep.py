@@ -1,0 +1,306 @@
+"""Load a server at one concurrency after the other (or at given rates) and say what it did: `sweep`, and `send`."""
+
+import math
+import os
+import random
+import time
+
+from k25lib.client import Client
+from k25lib.errors import K25Error, UsageError
+from k25lib.load.counters import Counters
+from k25lib.load.drive import Driver, check_descriptors
+from k25lib.load.levels import level
+from k25lib.load.metrics import Request
+from k25lib.load.plateau import plateau
+from k25lib.load.prompts import Prompts, Target
+
+METHOD_VERSION = 1  # goes up when a number would change
+OPEN_LOOP_SECONDS = 30.0
+
+
+class Sweep:
+    """What a sweep measured. `result` is k25.load/1; `error` is why it stopped early, None if it did not."""
+
+    def __init__(self, result):
+        self.result, self.error, self.interrupted = result, None, False
+        self.runs = []  # (names of the level and repeat, requests)
+
+    def tables(self):
+        """{"requests", "chunks", "levels"}: lists of rows (dicts)."""
+        requests, chunks = [], []
+        for names, rows in self.runs:
+            requests += [names | request.row for request in rows]
+            for request in rows:
+                chunks += [names | chunk for chunk in request.chunk_rows()]
+        return {"requests": requests, "chunks": chunks, "levels": [_flat(each) for each in self.result["levels"]]}
+
+    def check(self):
+        """Raise K25Error if the sweep stopped early or a level had no success; what was measured stays here."""
+        if self.error:
+            raise K25Error(self.error)
+
+
+def _flat(value, prefix=""):
+    """A level as one table row: nested dicts become columns, lists and None-only parts stay out."""
+    row = {}
+    for key, each in value.items():
+        if isinstance(each, dict) and key != "errors":
+            row |= _flat(each, f"{prefix}{key}_")
+        elif key == "errors":
+            row[key] = ", ".join(f"{kind}: {count}" for kind, count in each.items())
+        elif not isinstance(each, list):
+            row[prefix + key] = each
+    return row
+
+
+def parse_slo(slo):
+    """{"ttft": ms, ...} from "ttft=500,tpot=30", a dict of the same, or None."""
+    if not slo:
+        return {}
+    try:
+        pairs = slo.items() if isinstance(slo, dict) else [part.split("=") for part in slo.split(",")]
+        limits = {name.strip(): float(limit) for name, limit in pairs}
+    except (ValueError, AttributeError):
+        limits = {"": 0}
+    if not set(limits) <= {"ttft", "tpot", "e2e"} or not all(limit > 0 for limit in limits.values()):
+        raise UsageError(f'an SLO is limits in ms such as "ttft=500,tpot=30" (ttft, tpot, e2e), not {slo!r}')
+    return limits
+
+
+def _whole(name, values, least=1):
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise UsageError(f"{name} must be whole numbers of at least {least}, not {value!r}")
+    return list(values)
+
+
+def send(
+    url, model, requests, concurrency, input_tokens=128, output_tokens=64, api_key=None, api="completions", **more
+):
+    """Send exactly `requests` requests at `concurrency` (closed loop, no warm-up, no probe); their rows.
+
+    `more`: seed, chunk_timeout_s, first_timeout_s. Raises K25Error with the first cause if none went well.
+    """
+    seed = more.pop("seed", None)
+    _whole("requests, concurrency and tokens", (requests, concurrency, input_tokens, output_tokens))
+    target = Target(url, model, api, api_key or os.environ.get("K25_API_KEY"))
+    prompts = Prompts(random.randrange(2**32) if seed is None else seed, input_tokens, api)
+    driver = Driver(target, **more)
+    plan = [target.request(prompts.make("send", index), output_tokens, f"send-{index}") for index in range(requests)]
+    result = driver.hold(plan, min(concurrency, requests))
+    rows = [request.row for request in _read(result, output_tokens, "send", 0)]
+    if driver.interrupted:
+        raise KeyboardInterrupt
+    if not any(row["ok"] for row in rows):
+        raise K25Error(_all_failed(rows, target))
+    return rows
+
+
+def _read(result, output_tokens, name, warmup):
+    records = sorted(result["records"], key=lambda exchange: exchange["index"])
+    return [
+        Request(
+            exchange,
+            output_tokens,
+            f"{name}-{exchange['index']}",
+            "warmup" if exchange["index"] < warmup else "measured",
+            result["start_ns"],
+        )
+        for exchange in records
+    ]
+
+
+def _all_failed(rows, target):
+    first = next((row for row in rows if not row["ok"]), None)
+    cause = f"{first['kind']}: {first['error']}" if first else "none was sent"
+    return f"all {len(rows)} requests to {target.base} failed; the first: {cause}"
+
+
+class _Sweeper:
+    def __init__(self, target, settings, say):
+        self.target, self.settings, self.say = target, settings, say
+        self.driver = Driver(target, settings["first_timeout_s"], settings["chunk_timeout_s"])
+        self.counters = Counters(target.base, settings["api_key"])
+        self.prompts = Prompts(settings["seed"], settings["input_tokens"], target.api)
+        self.last_said_s, self.request_s = 0.0, None
+        self.honest_concurrency = None
+
+    def one(self, name):
+        """One request by itself, its first attempt at a new length; the Request."""
+        prompt = self.prompts.make(name)
+        plan = [self.target.request(prompt, self.settings["output_tokens"], name)]
+        return _read(self.driver.hold(plan, 1), self.settings["output_tokens"], name, 0)[0]
+
+    def probe(self):
+        """Warm the server up, and find out how prompts are given and how long they are; what was done."""
+        for attempt in range(5):
+            request = self.one(f"probe-{attempt}")
+            if not request.ok and request.row["status"] in (400, 422) and self.prompts.shape == "token ids":
+                self.prompts.shape = "text"  # this server takes no token ids
+                continue
+            if not request.ok or self.prompts.calibrate(request.row["input_tokens"]):
+                break
+        if not request.ok and not self.driver.interrupted:
+            raise K25Error(_all_failed([request.row], self.target))
+        return {
+            "shape": self.prompts.shape,
+            "asked_tokens": self.prompts.input_tokens,
+            "probe_tokens": request.row["input_tokens"],
+            "note": "random token ids, counted exactly"
+            if self.prompts.shape == "token ids"
+            else f"{self.prompts.words} random words, a number found by asking the server for usage.prompt_tokens",
+        }
+
+    def run(self, concurrency, rate, repeat):
+        """One repeat of one level: (requests, worker's result, server's figures)."""
+        settings = self.settings
+        name = f"c{concurrency}-r{repeat}" if rate is None else f"rate{rate:g}-r{repeat}"
+        due_ns, warmup = None, 0
+        if rate is None:
+            warmup = concurrency if settings["warmup"] else 0
+            number = warmup + concurrency * settings["requests_per_slot"]
+        else:
+            due_ns = poisson(rate, settings["max_seconds"] or OPEN_LOOP_SECONDS, f"{settings['seed']}:{name}")
+            number, concurrency = len(due_ns), min(64, len(due_ns))
+        plan = [
+            self.target.request(self.prompts.make(name, index), settings["output_tokens"], f"{name}-{index}")
+            for index in range(number)
+        ]
+
+        def tick(done, in_flight):
+            self.counters.tick()
+            self.progress(name, done, number, in_flight)
+
+        self.counters.before()
+        limit = settings["max_seconds"] if rate is None else None
+        result = self.driver.hold(plan, concurrency, warmup, due_ns, limit, tick)
+        self.counters.after()
+        requests = _read(result, settings["output_tokens"], name, warmup)
+        spans_s = [(request.end_ns - request.send_ns) / 1e9 for request in requests if request.ok]
+        self.request_s = sum(spans_s) / len(spans_s) if spans_s else self.request_s
+        return requests, result, self.counters.figures()
+
+    def progress(self, name, done, number, in_flight):
+        """Say how far the level is, and about how long the sweep takes yet, once in two seconds."""
+        if time.monotonic() - self.last_said_s < 2:
+            return
+        self.last_said_s = time.monotonic()
+        left = f", about {self.left_s:.0f} s left after this level" if self.request_s and self.left_s else ""
+        self.say(f"{name}: {done} of {number} requests done, {in_flight} in flight{left}")
+
+    @property
+    def left_s(self):
+        rounds = self.settings["requests_per_slot"] + self.settings["warmup"]
+        return self.levels_left * rounds * self.request_s
+
+
+def poisson(rate, seconds, seed):
+    """Arrival times in ns of a Poisson process of `rate` requests a second, for `seconds`; at least one."""
+    source, at_s, due_ns = random.Random(seed), 0.0, []
+    while (at_s := at_s + source.expovariate(rate)) < seconds or not due_ns:
+        due_ns.append(int(at_s * 1e9))
+    return due_ns
+
+
+def sweep(
+    url,
+    model="",
+    concurrency=(1, 2, 4, 8, 16, 32, 64, 128),
+    input_tokens=128,
+    output_tokens=64,
+    requests_per_slot=4,
+    max_seconds=None,
+    seed=None,
+    slo=None,
+    rate=None,
+    api="completions",
+    api_key=None,
+    repeats=1,
+    warmup=True,
+    selftest=True,
+    gpus=None,
+    on_progress=None,
+    chunk_timeout_s=30,
+    first_timeout_s=120,
+):
+    """Measure every level; returns a Sweep (also after Ctrl-C, and when the server goes away half-way).
+
+    Raises UsageError for bad values, and K25Error if the server can't be reached or its first request fails.
+    `rate` (requests/s, one or several) makes it an open loop in place of `concurrency`. `on_progress` takes a line.
+    """
+    levels = sorted(set(_whole("concurrency", concurrency)))
+    _whole("tokens, requests per slot and repeats", (input_tokens, output_tokens, requests_per_slot, repeats))
+    rates = [] if rate is None else [rate] if isinstance(rate, (int, float)) else list(rate)
+    if not all(isinstance(each, (int, float)) and 0 < each < math.inf for each in rates):
+        raise UsageError(f"a rate is a positive number of requests a second, not {rate!r}")
+    if not rates and not levels:
+        raise UsageError("give at least one concurrency")
+    if max_seconds is not None and not max_seconds > 0:
+        raise UsageError(f"max seconds is a positive number, not {max_seconds!r}")
+    check_descriptors(max(levels, default=1))
+    api_key = api_key or os.environ.get("K25_API_KEY")
+    settings = {
+        "input_tokens": input_tokens,
+        "output_tokens": output_tokens,
+        "requests_per_slot": requests_per_slot,
+        "max_seconds": max_seconds,
+        "seed": random.randrange(2**32) if seed is None else seed,
+        "slo": parse_slo(slo),
+        "api": api,
+        "repeats": repeats,
+        "warmup": bool(warmup),
+        "gpus": gpus,
+        "chunk_timeout_s": chunk_timeout_s,
+        "first_timeout_s": first_timeout_s,
+    }
+    say = on_progress or (lambda line: None)
+    target = Target(url, model, api, api_key)
+    sweeper = _Sweeper(target, settings | {"api_key": api_key}, say)
+    target.model = model or Client(target.base, api_key=api_key).model()
+    result = {"schema": "k25.load/1", "method": METHOD_VERSION, "url": target.base, "model": target.model}
+    result |= {"settings": settings, "selftest": None, "prompts": None, "levels": [], "plateau": None}
+    found = Sweep(result)
+    try:
+        say("probing the server with one request")
+        result["prompts"] = sweeper.probe()
+        _measure(found, sweeper, [(each, None) for each in levels] if not rates else [(None, each) for each in rates])
+    except KeyboardInterrupt:
+        found.interrupted = True
+    found.interrupted |= sweeper.driver.interrupted
+    if found.interrupted:
+        found.error = f"interrupted; {len(result['levels'])} levels are kept, the last one as far as it came"
+    result["plateau"] = plateau(result["levels"])
+    result["complete"], result["error"] = found.error is None, found.error
+    return found
+
+
+def _measure(found, sweeper, wanted):
+    result, settings = found.result, sweeper.settings
+    for index, (concurrency, rate) in enumerate(wanted):
+        runs = []
+        for repeat in range(settings["repeats"]):
+            sweeper.levels_left = (len(wanted) - index - 1) * settings["repeats"] + settings["repeats"] - repeat - 1
+            runs.append(sweeper.run(concurrency, rate, repeat))
+            found.runs.append(({"concurrency": concurrency, "rate": rate, "repeat": repeat}, runs[-1][0]))
+            if sweeper.driver.interrupted:
+                break
+        if any(requests for requests, _, _ in runs):
+            each = level(runs, concurrency, rate, settings["slo"], settings["gpus"], sweeper.honest_concurrency)
+            result["levels"].append(each)
+            sweeper.say(_line(each))
+        if sweeper.driver.interrupted:
+            return
+        if not any(request.ok for requests, _, _ in runs for request in requests):
+            rows = [request.row for requests, _, _ in runs for request in requests]
+            found.error = _all_failed(rows, sweeper.target)
+            return
+
+
+def _line(each):
+    name = f"C={each['concurrency']}" if each["rate"] is None else f"{each['rate']:g} requests/s"
+    if not each["tpot_ms"] or each["output_tok_s"] is None:
+        return f"{name}: {each['failed']} of {each['requests']} requests failed ({each['errors']})"
+    marks = "".join([", VOID: prefix hits" * each["void"], ", CLIENT-LIMITED" * each["client"]["limited"]])
+    failed = f", {each['failed']} of {each['requests']} failed" if each["failed"] else ""
+    rates = f"{each['output_tok_s']:.1f} tok/s, TPOT {each['tpot_ms']['mean']:.2f} ms"
+    return f"{name}: {rates}, TTFT p50 {each['ttft_ms']['p50']:.1f} ms{failed}{marks}"
