@@ -1,0 +1,324 @@
+"""Runs the workers under any interpreter, here, in a container or on another host, and turns every failure into a row.
+
+The worker travels as a small zip on stdin, into a temporary folder that is removed after. The open stdin is a
+lifeline: when it closes (time-out, Ctrl-C, death of this process, a lost connection), all that runs there is killed.
+"""
+
+import base64
+import collections
+import io
+import json
+import os
+import queue
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+import zipfile
+from pathlib import Path
+
+from k25lib.errors import UsageError
+from k25lib.hardware import find
+
+MODULES = ("timing.py", "gemm.py", "collectives.py")
+RESTARTS = 6  # after so many deaths the rest is not run
+
+# Runs on the other side with the standard library alone. `-m torch.distributed.run` starts each rank in a session of
+# its own, so that the children must be found by parent, not by group.
+BOOTSTRAP = """
+import base64, io, json, os, shutil, signal, subprocess, sys, tempfile, threading, time, zipfile
+job = json.loads(sys.stdin.readline())
+folder = tempfile.mkdtemp(prefix="k25-")
+zipfile.ZipFile(io.BytesIO(base64.b64decode(job["zip"]))).extractall(folder)
+env = {**os.environ, **job["env"]}
+env["PYTHONPATH"] = os.pathsep.join([folder] + [p for p in [env.get("PYTHONPATH")] if p])
+settings = os.path.join(folder, "settings.json")
+open(settings, "w").write(json.dumps(job["settings"]))
+env["K25_SETTINGS"] = settings
+child = subprocess.Popen([sys.executable] + job["arguments"], env=env, cwd=folder, stdin=open(settings))
+def family():
+    parents = {}
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            parents[int(pid)] = int(open("/proc/" + pid + "/stat").read().rsplit(")", 1)[1].split()[1])
+        except OSError:
+            pass
+    found = [child.pid]
+    for pid in found:
+        found += [p for p, parent in parents.items() if parent == pid]
+    return found
+def end():
+    for pid in reversed(family()):
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except OSError:
+            pass
+def lifeline():
+    sys.stdin.read()
+    end()
+threading.Thread(target=lifeline, daemon=True).start()
+code = child.wait()
+shutil.rmtree(folder, ignore_errors=True)
+os._exit(code if code >= 0 else 128 - code)
+"""
+
+
+def prefix_of(python):
+    """The command before a Python program's arguments, from None (this interpreter), a string or a list."""
+    parts = [sys.executable] if not python else shlex.split(python) if isinstance(python, str) else list(python)
+    if "exec" in parts[1:3] and not {"-i", "-it", "-ti", "--interactive"} & set(parts):
+        at = parts.index("exec") + 1  # docker, podman, kubectl: the worker reads its settings on stdin
+        parts.insert(at, "-i")
+    return parts
+
+
+def command_of(python):
+    """The whole command that runs the bootstrap; quoted for the other shell where the prefix is ssh."""
+    parts, program = prefix_of(python), ["-u", "-c", BOOTSTRAP]
+    return parts + ([shlex.quote(part) for part in program] if Path(parts[0]).name == "ssh" else program)
+
+
+def worker_zip():
+    """The workers and nothing else, as base64."""
+    data = io.BytesIO()
+    here = Path(__file__).parent
+    with zipfile.ZipFile(data, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("k25lib/__init__.py", "")
+        archive.writestr("k25lib/micro/__init__.py", "")
+        for name in MODULES:
+            archive.write(here / name, f"k25lib/micro/{name}")
+    return base64.b64encode(data.getvalue()).decode()
+
+
+class Worker:
+    """One process of the worker: its events in order, the last lines it said, and its end."""
+
+    def __init__(self, python, arguments, settings, env):
+        self.said = collections.deque(maxlen=30)
+        self.by_rank = {}
+        self._lines = queue.Queue()
+        try:
+            self.process = subprocess.Popen(
+                command_of(python), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                text=True, errors="replace", start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            raise UsageError(f"cannot run {prefix_of(python)[0]}: {error.strerror}") from error
+        self._threads = [threading.Thread(target=self._read, daemon=True), threading.Thread(target=self._hear, daemon=True)]
+        for thread in self._threads:
+            thread.start()
+        job = {"zip": worker_zip(), "arguments": arguments, "settings": settings, "env": env}
+        try:
+            self.process.stdin.write(json.dumps(job) + "\n")
+            self.process.stdin.flush()
+        except OSError:
+            pass  # it ended at once: its last words say why
+
+    def _read(self):
+        for line in self.process.stdout:
+            self._lines.put(line)
+        self._lines.put(None)
+
+    def _hear(self):
+        for line in self.process.stderr:
+            text = line.strip()
+            found = re.match(r"\[rank (\d+)\] (.*)", text)
+            if found:
+                self.by_rank[int(found[1])] = found[2]
+            elif text:
+                self.said.append(text)
+
+    def next(self, timeout_s):
+        """The next event as a dict, None at the end of the output. Raises queue.Empty after the time-out."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
+            if line is None:
+                return None
+            try:
+                event = json.loads(line)
+            except ValueError:
+                event = None
+            if isinstance(event, dict) and "event" in event:
+                return event
+            self.said.append(line.strip())
+
+    def stop(self):
+        """End it and all that it started; waits until it has gone. Returns the exit code."""
+        try:
+            self.process.stdin.close()
+        except OSError:
+            pass
+        try:
+            self.process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        for thread in self._threads:
+            thread.join(timeout=2)
+        return self.process.returncode
+
+    def last_words(self):
+        """What each rank did last and the last error that was printed, as one line."""
+        ranks = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(self.by_rank.items()))
+        errors = [line for line in self.said if re.search(r"error|exception|killed|refused|in use", line, re.I)]
+        said = (errors or list(self.said) or [""])[-1]
+        return "; ".join(part for part in (ranks, f"it said: {said[:200]}" if said else "") if part)
+
+
+def drive(arguments, tasks, settings, python, env, timeout_s, row_timeout_s, on_row, on_facts):
+    """Run all tasks, with as many processes as it takes: a task during which the worker dies or hangs fails, alone.
+
+    Returns the rows in the order of the tasks, each the task's keys and what the worker said of it.
+    """
+    tasks = [task | {"id": number} for number, task in enumerate(tasks)]
+    todo, rows, deaths = list(tasks), [], 0
+    deadline = time.monotonic() + timeout_s
+    facts = {}
+
+    def done(task, values):
+        rows.append(task | values)
+        todo.remove(task)
+        if on_row:
+            on_row(rows[-1])
+
+    while todo:
+        worker, current, finished, reason = Worker(python, arguments, settings | {"tasks": todo}, env), None, False, ""
+        try:
+            while True:
+                left = deadline - time.monotonic()
+                wait = min(left, row_timeout_s)
+                try:
+                    event = worker.next(max(wait, 0.1))
+                except queue.Empty:
+                    limit = f"{timeout_s:.0f} s for all rows" if left <= row_timeout_s else f"{row_timeout_s:.0f} s a row"
+                    reason = f"time-out ({limit})"
+                    break
+                if event is None:
+                    break
+                kind = event.pop("event")
+                if kind == "device":
+                    facts = event
+                    if on_facts:
+                        on_facts(facts)
+                elif kind == "start":
+                    current = next(task for task in todo if task["id"] == event["id"])
+                elif kind == "row":
+                    done(next(task for task in todo if task["id"] == event["id"]), event | {"device": facts.get("device")})
+                    current = None
+                elif kind == "abort":
+                    reason, finished = event["reason"], True
+                    break
+                elif kind == "end":
+                    finished = True
+        finally:
+            code = worker.stop()
+        if not todo:
+            break
+        deaths += 1
+        if not reason:
+            reason = f"the worker ended with {_ending(code)}"
+        words = worker.last_words() if not finished else ""
+        reason = "; ".join(part for part in (reason, words) if part)
+        failed = {"status": "failed", "reason": reason, "device": facts.get("device")}
+        if current:
+            done(current, failed)
+        elif time.monotonic() < deadline:  # it never began: the same would happen to every row
+            for task in list(todo):
+                done(task, failed)
+        if time.monotonic() >= deadline or deaths >= RESTARTS:
+            why = f"the time-out of {timeout_s:.0f} s" if deaths < RESTARTS else f"{deaths} deaths of the worker"
+            for task in list(todo):
+                done(task, {"status": "not run", "reason": f"after {why}", "device": facts.get("device")})
+    rows.sort(key=lambda row: row["id"])
+    for row in rows:
+        del row["id"]
+    return rows
+
+
+def _ending(code):
+    number = -code if code < 0 else code - 128
+    if number in set(signal.Signals):
+        return f"signal {signal.Signals(number).name}"
+    return f"exit code {code}"
+
+
+def run_gemm(settings, python=None, timeout_s=900, on_row=None, on_facts=None):
+    """Time the GEMMs of settings["tasks"] (plan.gemm_tasks makes them): rows of the table `gemm`.
+
+    python: interpreter or prefix ("docker exec vllm python3", "ssh host python3"); None is this interpreter.
+    Every task comes back as one row with a status: ok, failed or not run, and why.
+    """
+    settings = dict(settings)
+    tasks = settings.pop("tasks")
+    facts = {}
+
+    def learn(found):
+        facts.update(found)
+        if on_facts:
+            on_facts(found)
+
+    def finish(row):
+        row.update(_against_peak(row, facts))
+        if on_row:
+            on_row(row)
+
+    return drive(["-m", "k25lib.micro.gemm"], tasks, settings, python, settings.pop("env", {}), timeout_s,
+                 settings.get("row_timeout_s", 180), finish, learn)  # fmt: skip
+
+
+def _against_peak(row, facts):
+    """The columns that set a row against its bound: the published peak of the device, or what it was measured to do."""
+    known = find(facts.get("device", ""))
+    gb_s = known.dram_gb_s if known else max(facts.get("copy_gb_s", 0), facts.get("read_gb_s", 0))
+    tflop_s = known.bf16_tflop_s if known else facts.get("gemm_tflop_s", 0)
+    columns = {
+        "peak_gb_s": gb_s, "peak_tflop_s": tflop_s, "peak_source": "published" if known else "measured here",
+        "achievable_gb_s": facts.get("copy_gb_s"), "method": facts.get("method"),
+    }  # fmt: skip
+    if row["status"] != "ok" or not (gb_s and tflop_s):
+        return columns
+    memory, compute = row["gb_s"] / gb_s * 100, row["tflop_s"] / tflop_s * 100
+    return columns | {
+        "percent_of_peak": max(memory, compute), "bound": "memory" if memory >= compute else "compute",
+        "over_peak": max(memory, compute) > 100, "ms_per_step": row["time_us_median"] * row["calls_per_step"] / 1e3,
+    }  # fmt: skip
+
+
+def run_collectives(settings, python=None, world=2, timeout_s=900, on_row=None, on_facts=None):
+    """Time the collectives of settings["tasks"] (plan.collective_tasks makes them): rows of the table `collectives`.
+
+    world: processes on this machine, one a GPU. settings["torchrun"]: options in place of --standalone (--nnodes,
+    --rdzv-endpoint ...). A task's "environment" (NCCL_ALGO ...) gets processes of its own. python as for run_gemm.
+    """
+    settings = dict(settings)
+    tasks, common = settings.pop("tasks"), settings.pop("env", {})
+    options = settings.pop("torchrun", None) or ["--standalone"]
+    arguments = ["-m", "torch.distributed.run", *options, "--nproc-per-node", str(world), "-m", "k25lib.micro.collectives"]
+    settings.setdefault("row_timeout_s", 60)
+    deadline, rows, facts = time.monotonic() + timeout_s, [], {}
+
+    def finish(row):
+        row["environment"] = json.dumps(row.get("environment") or {}, sort_keys=True)
+        row["gemm"] = "x".join(map(str, row.get("gemm") or []))
+        row |= {"world": facts.get("world", world), "method": facts.get("method"), "comparable": facts.get("comparable")}
+        if on_row:
+            on_row(row)
+
+    def learn(found):
+        facts.update(found)
+        if on_facts:
+            on_facts(found)
+
+    environments = []
+    for task in tasks:
+        if task.get("environment", {}) not in environments:
+            environments.append(task.get("environment", {}))
+    for environment in environments:
+        mine = [task for task in tasks if task.get("environment", {}) == environment]
+        left = max(1.0, deadline - time.monotonic())
+        rows += drive(arguments, mine, settings, python, common | environment, left, settings["row_timeout_s"], finish, learn)
+    return rows
