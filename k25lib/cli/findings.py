@@ -1,5 +1,76 @@
-"""Commands: findings."""
+"""`k25 compare`: what changed between two runs, for readers and for CI."""
+
+import sys
+
+from k25lib.errors import UsageError
+
+from . import print_json
+
+WORSE = 3
 
 
 def add(commands):
     """Declare the commands of this module."""
+    compare = commands.add_parser(
+        "compare",
+        help="what changed between runs, with interval and verdict",
+        description="Compare run B with run A. A run is a directory, a name below data/runs, or `newest`; several "
+        "restarts of one configuration are separated by commas. Exit code 3: B is worse beyond --fail-over.",
+    )
+    compare.add_argument("before", metavar="A")
+    compare.add_argument("after", metavar="B")
+    compare.add_argument(
+        "--fail-over", metavar="5%", help="exit 3 when a headline metric is surely worse by more than this"
+    )
+    compare.add_argument("--json", action="store_true", help="print one JSON object")
+    compare.set_defaults(run=run_compare)
+
+
+def run_compare(args):
+    """Print the comparison; exit code 3 where B is worse beyond --fail-over, 1 where nothing can be compared."""
+    from k25lib.findings.compare import compare_runs, worse_beyond
+    from k25lib.run import Run
+
+    limit = _fraction(args.fail_over) if args.fail_over else None
+    before, after = ([Run.find(name) for name in side.split(",") if name] for side in (args.before, args.after))
+    if not before or not after:
+        raise UsageError("compare takes two runs, A and B")
+    if {run.path for run in before} & {run.path for run in after}:
+        raise UsageError("compare takes different runs: a run is on both sides")
+    result = compare_runs(before, after, history=Run.all())
+    failed = worse_beyond(result["changes"], limit) if limit is not None else []
+    names = [[run.path.name for run in side] for side in (before, after)]
+    result = {"schema": "k25.compare/1", "before": names[0], "after": names[1], **result}
+    result["worse_beyond"] = [row["metric"] for row in failed]
+    if args.json:
+        print_json(result)
+    else:
+        print(_text(result))
+    if limit is not None and not result["comparable"]:
+        print("k25: " + "; ".join(result["obstacles"]), file=sys.stderr)
+    return WORSE if failed else 0 if result["comparable"] else 1
+
+
+def _fraction(text):
+    try:
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 10:
+        raise UsageError(f"--fail-over {text!r}: give a percentage such as 5% (or a fraction such as 0.05)")
+    return value
+
+
+def _text(result):
+    lines = [f"{' and '.join(result['before'])}  ->  {' and '.join(result['after'])}"]
+    if not result["comparable"]:
+        lines += ["These runs cannot be compared:", *(f"  {reason}" for reason in result["obstacles"])]
+    elif result["verdict"]:
+        lines.append(f"verdict: {result['verdict']} (by the lines marked *)")
+    lines += [f"{'*' if row['headline'] else ' '} {row['text']}" for row in result["changes"]]
+    if result["worse_beyond"]:
+        lines.append(f"worse beyond --fail-over: {', '.join(result['worse_beyond'])}")
+    if result["environment"]:
+        lines.append("environment:")
+        lines += [f"  {row['what']}: {row['before']} -> {row['after']}" for row in result["environment"]]
+    return "\n".join(lines)

@@ -1,1 +1,1 @@
-"""What the tables say together: closure, what-if, comparison."""
+"""What the tables mean: do the parts close, how near is the bound, what would help, what changed."""

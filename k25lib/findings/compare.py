@@ -1,0 +1,247 @@
+"""Is a change between runs real? The unit of repetition is a server restart, not a request.
+
+The spread between restarts is pooled over all runs: the centre moves from one configuration to another, the scatter
+between restarts hardly does. Changes are relative (logarithms), so 5 % is 5 % at any level.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+METHOD = "1"  # goes up when a verdict would change
+CONFIDENCE = 0.95
+POWER = 0.8
+LEAST = 0.01  # a change under 1 % is the same, however surely it is there
+
+HIGHER_IS_BETTER = ("output_tok_s",)  # a metric's first word; all others are better when lower
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Standard deviation of the logarithm between restarts, and the degrees of freedom it rests on."""
+
+    sd: float
+    df: int
+
+
+def pooled_spread(groups):
+    """The spread pooled over groups of values, one value a restart; None where no group has two."""
+    logs = [np.log(np.asarray(values, float)) for values in groups if len(values) > 1]
+    df = sum(len(x) - 1 for x in logs)
+    if not df:
+        return None
+    return Spread(float(np.sqrt(sum(((x - x.mean()) ** 2).sum() for x in logs) / df)), df)
+
+
+def change(before, after, spread, lower_is_better=True, confidence=CONFIDENCE):
+    """Relative change from `before` to `after` (values, one a restart), its interval and a verdict.
+
+    {"change_percent", "low_percent", "high_percent", "verdict", "smallest_visible_percent"}: the verdict is better,
+    worse, same (the interval is within 1 % of none) or unclear. Better and worse together have a false-alarm rate of
+    at most 1 - `confidence`. Without a spread the verdict is unclear.
+    """
+    a, b = np.log(np.asarray(before, float)), np.log(np.asarray(after, float))
+    middle = float(b.mean() - a.mean())
+    if spread is None:
+        return {
+            "change_percent": _percent(middle),
+            "low_percent": None,
+            "high_percent": None,
+            "verdict": "unclear",
+            "smallest_visible_percent": None,
+        }
+    half = float(stats.t.ppf(0.5 + confidence / 2, spread.df)) * spread.sd * (1 / len(a) + 1 / len(b)) ** 0.5
+    low, high = np.expm1(middle - half), np.expm1(middle + half)
+    if low > -LEAST and high < LEAST:
+        verdict = "same"
+    elif low > 0 and np.expm1(middle) > LEAST:
+        verdict = "worse" if lower_is_better else "better"
+    elif high < 0 and np.expm1(middle) < -LEAST:
+        verdict = "better" if lower_is_better else "worse"
+    else:
+        verdict = "unclear"
+    return {
+        "change_percent": _percent(middle),
+        "low_percent": _percent(middle - half),
+        "high_percent": _percent(middle + half),
+        "verdict": verdict,
+        "smallest_visible_percent": 100 * smallest_visible(spread, len(a), len(b), confidence),
+    }
+
+
+def smallest_visible(spread, before=1, after=1, confidence=CONFIDENCE):
+    """The relative change that so many restarts on each side would show four times in five."""
+    k = stats.t.ppf(0.5 + confidence / 2, spread.df) + stats.t.ppf(POWER, spread.df)
+    return max(float(np.expm1(k * spread.sd * (1 / before + 1 / after) ** 0.5)), LEAST)
+
+
+def restarts_for(spread, wanted):
+    """Restarts a side that a relative change of `wanted` needs to be seen four times in five; None above 100."""
+    return next((n for n in range(1, 101) if smallest_visible(spread, n, n) <= wanted), None)
+
+
+def measurements(run):
+    """{metric: value} of one run, each a mean over one restart of the server, from its tables; headlines come first.
+
+    Levels that are void (served from the prefix cache) or where the client was the limit are left out.
+    """
+    levels = [
+        row for row in run.table("levels").to_dict("records") if not (_yes(row, "void") or _yes(row, "client_limited"))
+    ]
+    closed = [row for row in levels if _number(row.get("concurrency"))]
+    found = {}
+    if closed:
+        first = min(closed, key=lambda row: row["concurrency"])
+        best = max((v for row in closed if (v := _number(row.get("output_tok_s")))), default=None)
+        found[f"tpot_ms at C={first['concurrency']:g}"] = _number(first.get("tpot_ms_mean"))
+        found["output_tok_s at best"] = best
+    steps = run.table("steps")
+    for row in steps.to_dict("records") if {"batch", "rank"} <= set(steps) else []:
+        if str(row["batch"]) == "all" and row["rank"] == steps["rank"].min():
+            found[f"step_ms of {row.get('capture')}"] = _number(row.get("interval_ms")) or _number(row.get("span_ms"))
+    for row in closed:
+        for name, column in (("tpot_ms", "tpot_ms_mean"), ("ttft_ms", "ttft_ms_p50"), ("output_tok_s", "output_tok_s")):
+            found.setdefault(f"{name} at C={row['concurrency']:g}", _number(row.get(column)))
+    return {metric: value for metric, value in found.items() if value and value > 0}
+
+
+def identity(run):
+    """What must be equal for two runs to be compared: {what: value}, of what is known."""
+    manifest = run.manifest
+    server, environment = manifest.get("server") or {}, manifest.get("environment") or {}
+    settings = manifest.get("settings") or {}
+    macro = {**(settings.get("macro") or {})}
+    if server.get("kind") == "embedded":
+        macro |= (settings.get("embedded") or {}).get("macro") or {}
+    gpus = [gpu.get("name") for gpu in environment.get("gpus") or []]
+    known = {
+        "model": server.get("model") or environment.get("model"),
+        "tensor parallel": server.get("tp"),
+        "hardware": ", ".join(map(str, gpus)) or environment.get("cpu"),
+        "input tokens": macro.get("input_tokens"),
+        "output tokens": macro.get("output_tokens"),
+        "method": manifest.get("method"),
+    }
+    return {what: value for what, value in known.items() if value not in (None, "", {})}
+
+
+def obstacles(one, other):
+    """Why two identities cannot be compared: one sentence for each difference."""
+    return [
+        f"{what} differs: {one[what]} against {other[what]}"
+        for what in one
+        if what in other and one[what] != other[what]
+    ]
+
+
+def environment_differences(before, after):
+    """Facts of the environment and server that differ, as rows {"what", "before", "after"}."""
+    one, two = (_flat({k: m.get(k) or {} for k in ("environment", "server", "git")}) for m in (before, after))
+    passing = ("url", "log", "traces", "python", "config", "temperature_c", "sm_mhz", "memory_mhz", "memory_used_bytes")
+    keys = [key for key in {**one, **two} if key.rsplit(".", 1)[-1] not in passing]
+    return [
+        {"what": key, "before": one.get(key), "after": two.get(key)} for key in keys if one.get(key) != two.get(key)
+    ]
+
+
+def compare_runs(before, after, history=()):
+    """Compare runs: `before` and `after` are lists of Run, each a restart of one configuration.
+
+    history: other runs; those that could be compared with these lend their spread, grouped by engine and commit.
+    Returns {"comparable", "verdict", "obstacles", "changes": rows by metric, "environment", "restarts"}. The verdict
+    is that of the headline rows (single-stream TPOT, best throughput), whose intervals hold together at 95 %; every
+    other row has a false-alarm rate of 5 % of its own.
+    """
+    identities = [identity(run) for run in (*before, *after)]
+    reasons = list(dict.fromkeys(reason for other in identities[1:] for reason in obstacles(identities[0], other)))
+    sides = [[measurements(run) for run in runs] for runs in (before, after)]
+    own = {run.path for run in (*before, *after)}
+    like = [run for run in history if run.path not in own and not obstacles(identities[0], identity(run))]
+    groups = [*sides, *_grouped(like)]
+    metrics = [m for m in sides[0][0] if all(m in values for side in sides for values in side)] if not reasons else []
+    headlines = [metric for metric in metrics if metric.startswith("step_ms")] + metrics[:2]
+    rows = []
+    for metric in metrics:
+        spread = pooled_spread([[v[metric] for v in group if metric in v] for group in groups])
+        one, two = ([values[metric] for values in side] for side in sides)
+        headline = metric in headlines
+        lower = not metric.startswith(HIGHER_IS_BETTER)
+        confidence = 1 - (1 - CONFIDENCE) / len(headlines) if headline else CONFIDENCE
+        row = {"metric": metric, "before": float(np.mean(one)), "after": float(np.mean(two))}
+        row |= change(one, two, spread, lower, confidence)
+        row |= {"headline": headline, "lower_is_better": lower, "df": spread.df if spread else 0}
+        rows.append(row | {"text": sentence(row)})
+    return {
+        "comparable": not reasons and bool(rows),
+        "verdict": overall(rows),
+        "obstacles": reasons or ([] if rows else ["the runs have no metric in common"]),
+        "changes": rows,
+        "environment": environment_differences(before[-1].manifest, after[-1].manifest),
+        "restarts": {"before": len(before), "after": len(after)},
+    }
+
+
+def overall(rows):
+    """One word for the headline rows: mixed, worse, better, unclear or same; empty where there is none."""
+    said = {row["verdict"] for row in rows if row["headline"]}
+    if {"worse", "better"} <= said:
+        return "mixed"
+    return next((word for word in ("worse", "better", "unclear", "same") if word in said), "")
+
+
+def sentence(row):
+    """One comparison in words, with its interval and, for no change, what would have been seen."""
+    said = f"{row['metric']}: {row['before']:.4g} to {row['after']:.4g} ({row['change_percent']:+.1f} %"
+    if row["low_percent"] is None:
+        return f"{said}), unclear: the spread between restarts is unknown until a configuration was run twice"
+    said += f", {row['low_percent']:+.1f} to {row['high_percent']:+.1f} %): "
+    seen = f"would have seen {row['smallest_visible_percent']:.1f} %"
+    if row["verdict"] in ("better", "worse"):
+        return said + row["verdict"]
+    return said + (f"no change seen ({seen})" if row["verdict"] == "same" else f"unclear ({seen})")
+
+
+def worse_beyond(rows, fraction):
+    """The headline rows that are surely worse (verdict) and by more than `fraction` (best estimate)."""
+
+    def size(row):
+        factor = 1 + row["change_percent"] / 100
+        return factor - 1 if row["lower_is_better"] else 1 / factor - 1
+
+    return [row for row in rows if row["headline"] and row["verdict"] == "worse" and size(row) > fraction]
+
+
+def _grouped(runs):
+    """Measurements of runs that are restarts of one configuration, as groups: same identity, engine and commit."""
+    groups = {}
+    for run in runs:
+        manifest = run.manifest
+        engine = (manifest.get("environment") or {}).get("vllm_version")
+        key = repr((sorted(identity(run).items(), key=str), engine, (manifest.get("git") or {}).get("commit")))
+        groups.setdefault(key, []).append(measurements(run))
+    return list(groups.values())
+
+
+def _percent(log_change):
+    return 100 * float(np.expm1(log_change))
+
+
+def _number(value):
+    return float(value) if isinstance(value, (int, float, np.number)) and np.isfinite(value) else None
+
+
+def _yes(row, column):
+    """Whether a flag of a table is set: true, or a reason; a missing value is no."""
+    value = row.get(column)
+    return bool(value) if isinstance(value, (bool, np.bool_, str)) else False
+
+
+def _flat(value, prefix=""):
+    if isinstance(value, dict):
+        return {
+            k: v for key, part in value.items() for k, v in _flat(part, f"{prefix}.{key}" if prefix else key).items()
+        }
+    if isinstance(value, list):
+        return {k: v for n, part in enumerate(value) for k, v in _flat(part, f"{prefix}.{n}").items()}
+    return {prefix: value}

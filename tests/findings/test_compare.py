@@ -1,0 +1,174 @@
+"""Comparison of runs: verdicts, false alarms by simulation, and the command."""
+
+import json
+
+import numpy as np
+import pytest
+
+from k25lib.cli import main
+from k25lib.findings import compare
+from k25lib.run import Run
+
+SERVER = {"kind": "external", "model": "kimi", "tp": 8}
+ENVIRONMENT = {"gpus": [{"name": "NVIDIA H200"}], "vllm_version": "0.26.0", "driver": "580"}
+
+
+@pytest.fixture
+def make_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("K25_RUNS", str(tmp_path / "runs"))
+
+    def _make(tpot_ms, tok_s=1000.0, levels=None, **manifest):
+        run = Run.create("test", **{"server": SERVER, "environment": ENVIRONMENT, **manifest})
+        run.save(
+            "levels",
+            levels
+            or [
+                {"concurrency": 1, "tpot_ms_mean": tpot_ms, "output_tok_s": 1e3 / tpot_ms, "ttft_ms_p50": 50.0},
+                {"concurrency": 8, "tpot_ms_mean": 2 * tpot_ms, "output_tok_s": tok_s, "ttft_ms_p50": 60.0},
+            ],
+        )
+        return run
+
+    return _make
+
+
+def simulate(shift, restarts, tries=1500, seed=1):
+    """Share of verdicts better or worse when `after` is slower by `shift`: 1 % between restarts, 3 % of them +4 %."""
+    rng = np.random.default_rng(seed)
+
+    def run(n, by=0.0):
+        return np.exp(rng.normal(np.log(20 * (1 + by)), 0.01, n)) * (1 + (rng.random(n) < 0.03) * 0.04)
+
+    hits = 0
+    for _ in range(tries):
+        history = [run(restarts, rng.uniform(-0.2, 0.2)) for _ in range(8)]
+        before, after = run(restarts), run(restarts, shift)
+        spread = compare.pooled_spread([*history, before, after])
+        hits += compare.change(before, after, spread)["verdict"] in ("better", "worse")
+    return hits / tries
+
+
+@pytest.mark.parametrize("restarts", [2, 3, 5])
+def test_false_alarms_are_as_rare_as_promised(restarts):
+    assert simulate(0.0, restarts) <= 0.05 + 2.5 * (0.05 * 0.95 / 1500) ** 0.5
+
+
+def test_a_change_of_five_percent_is_found_by_three_restarts():
+    assert simulate(0.05, 3, tries=400) > 0.95
+
+
+def test_a_change_of_the_smallest_visible_size_is_seen_four_times_in_five():
+    spread = compare.Spread(0.012, 20)
+    visible = compare.smallest_visible(spread, 3, 3)
+    rng, hits = np.random.default_rng(2), 0
+    for _ in range(1500):
+        sd = 0.012 * np.sqrt(rng.chisquare(20) / 20)
+        before, after = (np.exp(rng.normal(np.log(m), 0.012, 3)) for m in (1, 1 + visible))
+        hits += compare.change(before, after, compare.Spread(sd, 20))["verdict"] == "worse"
+    assert 0.75 < hits / 1500 < 0.9
+
+
+def test_restarts_for_a_wanted_change():
+    spread = compare.Spread(0.01, 20)
+    n = compare.restarts_for(spread, 0.03)
+    assert compare.smallest_visible(spread, n, n) <= 0.03 < compare.smallest_visible(spread, n - 1, n - 1)
+    assert compare.restarts_for(compare.Spread(5.0, 20), 0.01) is None
+
+
+@pytest.mark.parametrize(
+    ("after", "lower_is_better", "verdict"),
+    [(11.0, True, "worse"), (9.0, True, "better"), (11.0, False, "better"), (10.001, True, "same")],
+)
+def test_verdicts(after, lower_is_better, verdict):
+    assert compare.change([10.0], [after], compare.Spread(0.002, 20), lower_is_better)["verdict"] == verdict
+
+
+def test_a_wide_spread_is_unclear_and_none_too():
+    assert compare.change([10.0], [10.5], compare.Spread(0.05, 4))["verdict"] == "unclear"
+    found = compare.change([10.0], [20.0], None)
+    assert (found["verdict"], found["low_percent"]) == ("unclear", None)
+
+
+def test_no_restart_twice_is_said(make_run):
+    found = compare.compare_runs([make_run(10.0)], [make_run(10.1)])
+    assert found["verdict"] == "unclear"
+    assert "unknown until a configuration was run twice" in found["changes"][0]["text"]
+
+
+def test_the_spread_comes_from_history(make_run):
+    history = [make_run(t, git={"commit": "a"}) for t in (10.0, 10.02, 9.98, 10.01, 9.99)]
+    before, after = make_run(10.0, git={"commit": "b"}), make_run(11.0, git={"commit": "c"})
+    found = compare.compare_runs([before], [after], [*history, before, after])
+    row = found["changes"][0]
+    assert (row["metric"], row["verdict"], row["df"]) == ("tpot_ms at C=1", "worse", 4)
+    assert row["low_percent"] < 10 < row["high_percent"]
+    assert found["verdict"] == "worse"
+
+
+def test_runs_of_other_hardware_lend_no_spread(make_run):
+    other = {"gpus": [{"name": "NVIDIA L40S"}]}
+    history = [make_run(t, environment=other) for t in (10.0, 12.0)]
+    assert compare.compare_runs([make_run(10.0)], [make_run(11.0)], history)["changes"][0]["df"] == 0
+
+
+@pytest.mark.parametrize(
+    ("manifest", "reason"),
+    [
+        ({"server": {**SERVER, "model": "glm"}}, "model differs: kimi against glm"),
+        ({"server": {**SERVER, "tp": 4}}, "tensor parallel differs: 8 against 4"),
+        ({"environment": {"gpus": [{"name": "NVIDIA L40S"}]}}, "hardware differs: NVIDIA H200 against NVIDIA L40S"),
+        ({"settings": {"macro": {"input_tokens": 64}}}, "input tokens differs: 128 against 64"),
+        ({"method": {"load": "2"}}, "method differs"),
+    ],
+)
+def test_runs_that_cannot_be_compared_say_why(make_run, manifest, reason):
+    before = make_run(10.0, settings={"macro": {"input_tokens": 128}}, method={"load": "1"})
+    after = make_run(10.0, **{"settings": {"macro": {"input_tokens": 128}}, "method": {"load": "1"}, **manifest})
+    found = compare.compare_runs([before], [after])
+    assert not found["comparable"]
+    assert reason in found["obstacles"][0]
+    assert found["changes"] == []
+
+
+def test_void_levels_are_left_out(make_run):
+    levels = [
+        {"concurrency": 1, "tpot_ms_mean": 10.0, "output_tok_s": 100.0, "void": None, "client_limited": False},
+        {
+            "concurrency": 8,
+            "tpot_ms_mean": 10.0,
+            "output_tok_s": 900.0,
+            "void": "prefix cache",
+            "client_limited": False,
+        },
+        {"concurrency": 16, "tpot_ms_mean": 10.0, "output_tok_s": 999.0, "void": None, "client_limited": True},
+    ]
+    found = compare.measurements(make_run(10.0, levels=levels))
+    assert found["output_tok_s at best"] == 100.0
+    assert not any("C=8" in metric or "C=16" in metric for metric in found)
+
+
+def test_environment_differences_are_listed(make_run):
+    before, after = make_run(10.0), make_run(10.0, environment={**ENVIRONMENT, "driver": "590"})
+    rows = compare.compare_runs([before], [after])["environment"]
+    assert rows == [{"what": "environment.driver", "before": "580", "after": "590"}]
+
+
+def test_command(make_run, capsys):
+    before = ",".join(str(make_run(t).path) for t in (10.0, 10.02, 9.98))
+    after = ",".join(str(make_run(t).path) for t in (12.0, 12.02, 11.98))
+    assert main(["compare", before, after, "--fail-over", "5%"]) == 3
+    text = capsys.readouterr().out
+    assert "verdict: worse" in text or "verdict: mixed" in text
+    assert "* tpot_ms at C=1: 10 to 12 (+20.0 %, " in text
+    assert main(["compare", before, after, "--fail-over", "25%", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["schema"], result["comparable"], result["worse_beyond"]) == ("k25.compare/1", True, [])
+
+
+def test_command_refuses_nonsense(make_run, capsys):
+    one, two = make_run(10.0).path, make_run(10.0, server={**SERVER, "model": "glm"}).path
+    assert main(["compare", str(one), str(one)]) == 2
+    assert main(["compare", str(one), "no-such-run"]) == 2
+    assert main(["compare", str(one), str(two), "--fail-over", "much"]) == 2
+    assert main(["compare", str(one), str(two)]) == 1
+    assert "model differs" in capsys.readouterr().out
