@@ -134,12 +134,12 @@ def test_resume_does_only_what_is_left(campaign):
 
 
 def test_the_page_draws_every_figure_offline(campaign):
-    from tests.browser import open_page
+    from browser import look
 
     _, folder, run = campaign
     folder = folder / "reports" / run.path.name
     page = folder / "index.html"
-    seen = open_page(page)
+    seen = look(page)
     books = [nbformat.read(p, 4) for p in sorted(folder.glob("*.ipynb"))]
     drawn = sum(
         "application/vnd.plotly.v1+json" in output.get("data", {})
@@ -147,7 +147,7 @@ def test_the_page_draws_every_figure_offline(campaign):
     )  # fmt: skip
     assert drawn >= 6
     assert seen.figures >= drawn
-    assert seen.figures == seen.places
+    assert seen.drawn == seen.figures
     assert seen.requests == []
     assert seen.errors == []
     assert page.stat().st_size < 4_000_000
