@@ -1,0 +1,276 @@
+"""The embedded server: real vLLM on the CPU with a tiny Kimi-K2.5, for a machine where no server is named."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+from k25lib.client import Client, NotReady, ServerDown
+from k25lib.errors import K25Error
+from k25lib.server import startup, supervisor, vllm_cpu
+
+MODEL = "tiny-kimi-k2.5"
+TP = 2
+KEEP_FOLDERS = 5
+GRACE_S = 15.0  # a CPU server ends within 2.5 s of SIGTERM, unless it is writing a trace
+_SETTINGS = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "TORCHDYNAMO_DISABLE": "1",  # a first profiled request takes 0.16 s instead of 4 s
+    "CUDA_VISIBLE_DEVICES": "",
+}
+
+
+class Embedded:
+    """One embedded server. `start()` returns when it can make tokens; it ends with `stop()`, with the block that it
+    is the context of, and when the process that started it ends, however that ends.
+
+    Known after `start()`: `url`, `model`, `tp`, `python`, `config` (config.json), `traces` (the profiler's folder),
+    `log`, `pid`. A second `start()` keeps the folder, and the port if it is still free.
+    """
+
+    def __init__(self, root, profiler=True, extra_args=(), port=0):
+        self.root = Path(root).resolve()
+        self.profiler, self.extra_args, self.asked_port = profiler, list(extra_args), port
+        self.model, self.tp = MODEL, TP
+        self.url = self.python = self.config = self.traces = self.log = self.pid = self.folder = None
+        self._process, self._state, self._log_start = None, {}, 0
+
+    @classmethod
+    def find(cls, root, url=None):
+        """The embedded server of `root` that runs now (with this `url`, if given; else the newest), or None.
+
+        It may belong to another process: it can be looked at and stopped from here.
+        """
+        for path in sorted(_servers(root).glob("*/state.json"), reverse=True):
+            state = _read(path)
+            if state and _runs(state) and url in (None, state["url"]):
+                found = cls(root)
+                found.folder = path.parent
+                found._adopt(state)
+                return found
+        return None
+
+    def start(self, on_stage=None, limit_s=900.0):
+        """Make what is missing, start the server, wait until it has made a token, and return self.
+
+        `on_stage` is called with one line of text at each change. Raises K25Error with the reason if it can't be.
+        """
+        on_stage = on_stage or (lambda text: None)
+        if self.is_alive():
+            raise K25Error(f"the embedded server runs already at {self.url}")
+        self.python = vllm_cpu.interpreter(self.root, on_stage)
+        model = vllm_cpu.tiny_model(self.root, self.python, on_stage)
+        self.config = model / "config.json"
+        self._sweep()
+        last_port = int(self.url.rpartition(":")[2]) if self.url else 0
+        for attempt in range(3):
+            port = self.asked_port or _free_port(last_port if attempt == 0 else 0)
+            if self.asked_port and not _is_free(port):
+                raise K25Error(f"port {port} is in use: give another one, or none for a free one")
+            on_stage(f"starting vLLM on port {port}")
+            try:
+                self._launch(model, port)
+                self._wait(on_stage, limit_s)
+                return self
+            except _PortTaken:  # by another program, between our look and vLLM's bind
+                continue
+            except BaseException:
+                self.stop()
+                raise
+        raise K25Error("no free port could be kept for the embedded server: try again, or give --port")
+
+    def stop(self):
+        """End the server, whoever started it, and wait until nothing of it is left. Harmless if it has ended."""
+        state = self._refresh()
+        if _runs(state):
+            os.kill(state["supervisor"], signal.SIGTERM)
+            deadline = time.monotonic() + state["grace_s"] + 10
+            while _runs(state) and time.monotonic() < deadline:
+                if self._process:
+                    self._process.poll()
+                time.sleep(0.02)
+        if self._process:
+            self._process.wait()
+            self._process = None
+
+    def is_alive(self):
+        """True while the server's processes live (that it makes tokens is `Client.ready`'s to say)."""
+        if self._process and self._process.poll() is not None:
+            return False
+        return _runs(self._refresh())
+
+    def why_died(self):
+        """The last error of the server's log in one line, or how it ended; '' while it lives."""
+        if self.is_alive():
+            return ""
+        return startup.last_error(self._own_log()) or self._refresh().get("ended") or "its supervisor was killed"
+
+    def __enter__(self):
+        return self if self.is_alive() else self.start()
+
+    def __exit__(self, *_):
+        self.stop()
+
+    def _launch(self, model, port):
+        if self.folder is None:
+            servers = _servers(self.root)
+            stem = f"{datetime.now(UTC):%Y-%m-%dT%H%M%S.%f}-{os.getpid()}"
+            self.folder = servers / stem
+            (self.folder / "traces").mkdir(parents=True)
+        log = self.folder / "serve.log"
+        self._log_start = log.stat().st_size if log.exists() else 0
+        description = {
+            "url": f"http://127.0.0.1:{port}",
+            "model": MODEL,
+            "tp": TP,
+            "python": str(self.python),
+            "config": str(self.config),
+            "traces": str(self.folder / "traces"),
+            "log": str(log),
+            "log_start": self._log_start,
+            "owner": os.getpid(),
+            "grace_s": GRACE_S,
+            "shared_memory": {},
+        }
+        state = self.folder / "state.json"
+        state.write_text(json.dumps(description), encoding="utf-8")
+        command = [
+            self.python, "-m", "vllm.entrypoints.cli.main", "serve", model, "--served-model-name", MODEL,
+            "--host", "127.0.0.1", "--port", port, "--tensor-parallel-size", TP, "--max-model-len", 2048,
+            "--max-num-seqs", 64, "--enforce-eager", "--language-model-only", "--kv-cache-memory-bytes", 1 << 27,
+        ]  # fmt: skip
+        if self.profiler:
+            settings = {
+                "profiler": "torch",
+                "torch_profiler_dir": description["traces"],
+                "torch_profiler_with_stack": False,
+                "torch_profiler_record_shapes": True,
+                "ignore_frontend": True,
+            }
+            command += ["--profiler-config", json.dumps(settings)]
+        caches = vllm_cpu.cache_dir(self.root)
+        environment = {
+            **vllm_cpu.clean_environment(),
+            **_SETTINGS,
+            "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(cpu) for cpu in _cpus(TP)),
+            "VLLM_CACHE_ROOT": str(caches / "vllm"),
+            "VLLM_CONFIG_ROOT": str(caches / "vllm"),
+            "HF_HOME": str(caches / "huggingface"),
+        }
+        if key := os.environ.get("K25_API_KEY"):
+            environment["VLLM_API_KEY"] = key
+        words = [sys.executable, supervisor.__file__, self.folder, *command, *self.extra_args]
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [str(word) for word in words], stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                start_new_session=True, env=environment, cwd=self.folder,
+            )  # fmt: skip
+        self._adopt(description)
+
+    def _wait(self, on_stage, limit_s):
+        client, deadline, said = Client(self.url, timeout_s=5.0), time.monotonic() + limit_s, ""
+        while True:
+            if self._process.poll() is not None:
+                if re.search(r"[Aa]ddress already in use", self._own_log()) and not self.asked_port:
+                    raise _PortTaken
+                raise K25Error(f"the embedded server died while starting: {self.why_died()}; its log is {self.log}")
+            try:
+                client.ready()
+                break
+            except (ServerDown, NotReady) as error:
+                if time.monotonic() > deadline:
+                    raise K25Error(f"the embedded server is not ready after {limit_s:g} s: {error}") from None
+            stage = startup.stage(self._own_log())
+            if stage != said:
+                said = stage
+                on_stage(stage)
+            time.sleep(0.2)
+        self._adopt(self._refresh())
+        on_stage(f"ready: {self.model} at {self.url}")
+
+    def _adopt(self, state):
+        self._state = state
+        self.url, self.model, self.tp, self.pid = state["url"], state["model"], state["tp"], state.get("pid")
+        self.python, self.config = Path(state["python"]), Path(state["config"])
+        self.traces, self.log, self._log_start = Path(state["traces"]), Path(state["log"]), state["log_start"]
+
+    def _refresh(self):
+        if self.folder:
+            self._state = _read(self.folder / "state.json") or self._state
+        return self._state
+
+    def _own_log(self):
+        with self.log.open("rb") as file:
+            file.seek(self._log_start)
+            return file.read().decode("utf-8", errors="replace")
+
+    def _sweep(self):
+        """Clean up behind servers whose supervisor was killed; keep the folders of the newest dead ones only."""
+        dead = []
+        for path in sorted(_servers(self.root).glob("*/state.json"), reverse=True):
+            state = _read(path)
+            if state and "supervisor" in state and not _runs(state) and path.parent != self.folder:
+                dead.append(path.parent)
+                if "ended" not in state:
+                    supervisor.remove_shared_memory(state["shared_memory"])
+                    shutil.rmtree(state["temporary"], ignore_errors=True)
+        for folder in dead[KEEP_FOLDERS:]:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+class _PortTaken(Exception):
+    pass
+
+
+def _servers(root):
+    return vllm_cpu.cache_dir(root) / "servers"
+
+
+def _read(path):
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def _runs(state):
+    """Whether the supervisor that this state names lives (its pid alone could be another process by now)."""
+    return "supervisor" in state and supervisor.start_time(state["supervisor"]) == state["supervisor_start"]
+
+
+def _is_free(port):
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
+
+
+def _free_port(wanted=0):
+    if wanted and _is_free(wanted):
+        return wanted
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _cpus(count):
+    """`count` CPUs that this process may use, of different cores where there are enough."""
+    allowed = sorted(os.sched_getaffinity(0))
+    cores = {}
+    for cpu in allowed:
+        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        cores.setdefault(siblings.read_text(encoding="ascii") if siblings.exists() else cpu, cpu)
+    picked = list(cores.values())
+    picked += [cpu for cpu in allowed if cpu not in picked]
+    return [picked[n % len(picked)] for n in range(count)]
