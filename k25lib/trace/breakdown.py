@@ -242,7 +242,8 @@ def _cross_check(measured, tables, losses):
             worst = max(result["differ"], key=lambda d: abs(d["table_ms"] - d["trace_ms"]))
             detail = (
                 f"the profiler's table has other totals than the trace, most for {worst['name'][:40]}: "
-                f"{worst['table_calls']} calls, {worst['table_ms']:.3f} ms against {worst['trace_calls']}, {worst['trace_ms']:.3f} ms"
+                f"{worst['table_calls']} calls, {worst['table_ms']:.3f} ms, not "
+                f"{worst['trace_calls']}, {worst['trace_ms']:.3f}"
             )
             losses.append(_loss(path, "table differs", len(result["differ"]), detail))
     return checks
@@ -292,8 +293,8 @@ def _from_tables(tables, losses, group, categories):
     if not totals:
         raise K25Error("; ".join(loss["detail"] for loss in losses) or "no profiler table could be read")
     note = (
-        "totals over the whole session from the profiler's text table, prefill included: no figure per decode step can be "
-        "given; names are cut, so categories are a guess for long ones"
+        "totals over the whole session from the profiler's text table, prefill included: no figure per decode step can "
+        "be given; names are cut, so categories are a guess for long ones"
     )
     losses.append(_loss(tables[0], "no trace", len(tables), note))
     found = sorted({row["rank"] for row in totals})

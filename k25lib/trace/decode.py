@@ -1,4 +1,4 @@
-"""One file's decode steps in numbers: kernel sum, busy, span, idle, categories with exposed time, kernels, collectives."""
+"""One file's decode steps in numbers: kernel sum, busy, span, idle, categories, exposed time, kernels, collectives."""
 
 import numpy as np
 

@@ -10,6 +10,7 @@ import re
 from array import array
 from contextlib import contextmanager
 from decimal import Decimal
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -132,7 +133,7 @@ def scan(path, operators=False, launches=False):
 def _pieces(path, columns):
     """Lists of byte strings of about WINDOW_BYTES, from plain or (multi-member, padded, cut) gzip files."""
     try:
-        file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed below, after the generator is done
+        file = Path(path).open("rb", buffering=0)  # noqa: SIM115 - closed below, when the pieces are done
     except OSError as error:
         raise K25Error(f"cannot read {path}: {error.strerror}") from None
     with file:
@@ -202,12 +203,11 @@ def _events(pieces, tail, reader, columns, is_array):
         if closed:
             tail = tail[-LIMIT_BYTES:]
             continue
-        boundary = None
-        for boundary in _BOUNDARY.finditer(tail, max(0, len(tail) - len(b"".join(piece)) - 64)):
-            pass
-        if boundary:
-            closed = reader.window(tail[: boundary.start() + 1])
-            tail = tail[boundary.end() :]
+        boundaries = [m.span() for m in _BOUNDARY.finditer(tail, max(0, len(tail) - sum(map(len, piece)) - 64))]
+        if boundaries:
+            start, end = boundaries[-1]
+            closed = reader.window(tail[: start + 1])
+            tail = tail[end:]
         elif len(tail) > LIMIT_BYTES:
             columns.warnings.append(("truncated", "no event boundary in 64 MB: the rest of the file was not read"))
             return

@@ -1,4 +1,4 @@
-"""Which events belong to which forward pass: from annotations, else from graph launches, else from the repeating period."""
+"""Which forward pass an event belongs to: by annotations, else by graph launches, else by the repeating period."""
 
 import re
 from dataclasses import dataclass
@@ -60,8 +60,10 @@ def parse(name):
 
 
 def find(trace, category, launch_times=None):
-    """The Steps of a Trace; `category(name)` is a kernel's. `launch_times()` gives correlation -> CPU time of its launch,
-    and is called only where the CPU's annotations are all there is."""
+    """The Steps of a Trace; `category(name)` is a kernel's.
+
+    `launch_times()` gives correlation -> CPU time of its launch; called only where only the CPU is annotated.
+    """
     graph, size = _graph_launches(trace)
     kernels = np.flatnonzero((trace.kind == KERNEL) | (trace.kind == OPERATOR))
     gpu_marks, cpu_marks = _step_marks(trace.marks), _step_marks(trace.cpu_marks)
@@ -219,8 +221,8 @@ def _by_period(trace, kernels, graph, period):
 def _period(trace, kernels, category):
     """(positions of a once-a-step kernel, kernels a step), or None if nothing repeats.
 
-    Requests repeat, steps repeat in them and layers in those. A step is told by its sampling kernel; without one, by the
-    longest distance that many names share (what comes once a request is rare).
+    Requests repeat, steps repeat in them and layers in those. A step is told by its sampling kernel; without one, by
+    the longest distance that many names share (what comes once a request is rare).
     """
     names = trace.name_id[kernels]
     order = np.argsort(names, kind="stable")

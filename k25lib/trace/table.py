@@ -11,9 +11,9 @@ KERNEL, MEMCPY, MEMSET, OPERATOR = range(4)  # the column `kind`
 class Trace:
     """One rank's events, sorted by start; times are integer nanoseconds.
 
-    `start_ns` counts from `origin_ns` (absolute, or on the file's own clock when it has no base time). `name_id` indexes
-    `names`; `stream` is a GPU stream (a thread for operators); `correlation` is the launch (a CUDA graph's kernels
-    share one; -1 is unknown). `self_ns` is the time that is an operator's own (the duration itself for kernels).
+    `start_ns` counts from `origin_ns` (absolute, or on the file's own clock when it has no base time). `name_id`
+    indexes `names`; `stream` is a GPU stream (a thread for operators); `correlation` is the launch (a CUDA graph's
+    kernels share one; -1 is unknown).
     `marks` are (annotation name, start_ns, end_ns) of the GPU's timeline, `cpu_marks` those of the CPU's.
     """
 
@@ -22,14 +22,12 @@ class Trace:
     name_id: np.ndarray = None
     start_ns: np.ndarray = None
     dur_ns: np.ndarray = None
-    self_ns: np.ndarray = None
     stream: np.ndarray = None
     correlation: np.ndarray = None
     kind: np.ndarray = None
     origin_ns: int = 0
     marks: list = field(default_factory=list)
     cpu_marks: list = field(default_factory=list)
-    launches: dict = field(default_factory=dict)  # correlation -> CPU time of the launch; only where marks need it
     meta: dict = field(default_factory=dict)  # rank, world_size, base_ns, process, whole_us
     losses: list = field(default_factory=list)
     truncated: bool = False
