@@ -1,0 +1,359 @@
+"""Where the time of a decode step goes: files of one capture -> one result (schema k25.breakdown/1), and its tables."""
+
+from pathlib import Path
+
+from k25lib.errors import K25Error, UsageError
+from k25lib.trace import decode, kineto, ranks, steps, text_table
+from k25lib.trace.categories import GROUPS, Categories
+
+SCHEMA = "k25.breakdown/1"
+TRACES = (".json", ".json.gz")
+CENSUS_CATEGORIES = ("moe_gemm", "attention", "gemm")
+
+
+def breakdown(paths, group="fine", categories=None, expected=None, session=None):
+    """Files and folders of one capture -> dict of schema k25.breakdown/1; times are ms per decode step of a rank.
+
+    `group` is "fine", "operation" or "role"; `categories` a TOML file of rules tried before our own; `expected` maps an
+    operation to its calls per decode step. Where the paths hold several sessions, they are told apart and `session` (a
+    number from capture.sessions; default the newest) is broken down. Ranks are read in parallel by joblib, on whatever
+    backend is active (joblib.parallel_config(backend="dask") spreads them over a cluster).
+    Raises K25Error if there is nothing to read, UsageError for a bad argument.
+    """
+    if group not in GROUPS:
+        raise UsageError(f"no grouping {group!r}; take one of {', '.join(GROUPS)}")
+    Categories(categories)  # tell about bad rules before reading
+    traces, tables = find_files(paths)
+    peeks, losses = [], []
+    for path in traces:
+        try:
+            peeks.append(kineto.peek(path))
+        except K25Error as error:
+            losses.append({"file": str(path), "kind": "unreadable file", "count": 1, "detail": str(error)})
+    ranks.identify(peeks)
+    groups = ranks.sessions(peeks)
+    chosen, told = _choose(groups, session)
+    losses += told
+    measured = []
+    for peek, result in zip(chosen, _measure_all(chosen, group, categories), strict=True):
+        if "error" in result:
+            losses.append({"file": peek["path"], "kind": "unreadable file", "count": 1, "detail": result["error"]})
+        else:
+            measured.append(result | {"rank": peek["rank"], "rank_from": peek["rank_from"]})
+    if not measured:
+        if tables:
+            return _from_tables(tables, losses, group, categories)
+        raise K25Error("; ".join(loss["detail"] for loss in losses) or "no trace files")
+    kinds = {m["kind"] for m in measured}
+    if len(kinds) > 1:  # a GPU capture with a rank that lost its GPU events: operators are never added to kernels
+        for m in [m for m in measured if m["kind"] == "cpu"]:
+            losses.append(_loss(m["path"], "no GPU events", 1, "CPU operators only; left out beside the GPU ranks"))
+        measured = [m for m in measured if m["kind"] == "gpu"]
+    measured.sort(key=lambda m: (m["rank"], m["path"]))
+    return _result(measured, groups, chosen, losses, tables if chosen is groups[-1] else [], expected)
+
+
+def find_files(paths):
+    """(trace files, text tables) of files and folders. A folder without traces is searched one level down."""
+    traces, tables = [], []
+    for path in map(Path, paths):
+        if not path.exists():
+            raise UsageError(f"no such file or folder: {path}")
+        if path.is_dir():
+            inside = sorted(path.iterdir())
+            if not any(_is_trace(p) or _is_table(p) for p in inside):
+                inside = sorted(path.glob("*/*"))
+            traces += [p for p in inside if _is_trace(p)]
+            tables += [p for p in inside if _is_table(p)]
+        elif path.suffix == ".txt":
+            tables.append(path)
+        elif path.suffix in (".sqlite", ".nsys-rep"):
+            raise UsageError(f"{path}: nsys files are not read yet; give the torch profiler's traces")
+        else:
+            traces.append(path)
+    if not traces and not tables:
+        raise K25Error(
+            f"no traces (*.json, *.json.gz) in {', '.join(map(str, paths))}: was the capture stopped and written?"
+        )
+    return list(dict.fromkeys(traces)), list(dict.fromkeys(tables))
+
+
+def _is_trace(path):
+    return path.is_file() and path.name.endswith(TRACES) and ("trace" in path.name or path.name.endswith(".gz"))
+
+
+def _is_table(path):
+    return path.is_file() and path.suffix == ".txt" and "profiler_out" in path.name
+
+
+def _choose(groups, session):
+    if session is not None and not 0 <= session < len(groups):
+        raise UsageError(f"no session {session}: there are {len(groups)}, numbered from 0")
+    if not groups:
+        return [], []
+    index = len(groups) - 1 if session is None else session
+    others = [p["path"] for i, g in enumerate(groups) if i != index for p in g]
+    detail = f"files of {len(groups) - 1} other sessions here, not merged; --session 0..{len(groups) - 1} picks one"
+    return groups[index], [_loss(Path(others[0]).parent, "other sessions", len(others), detail)] if others else []
+
+
+def _loss(path, kind, count, detail):
+    return {"file": str(path), "kind": kind, "count": count, "detail": detail}
+
+
+def _measure_all(chosen, group, categories):
+    jobs = [(peek["path"], group, categories) for peek in chosen]
+    if len(jobs) < 2:
+        return [_measure(*job) for job in jobs]
+    import joblib  # costs as much as reading a small file, so only where there is something to share out
+
+    workers = min(len(jobs), joblib.effective_n_jobs(-1))
+    return joblib.Parallel(n_jobs=workers)(joblib.delayed(_measure)(*job) for job in jobs)
+
+
+def _measure(path, group, categories):
+    try:
+        return decode.measure(path, group, categories)
+    except K25Error as error:
+        return {"error": str(error)}
+
+
+def _result(measured, groups, chosen, losses, tables, expected):
+    lead = measured[0]
+    rank_of = [m["rank"] for m in measured]
+    world = max([m["meta"]["world_size"] or 0 for m in measured] + [max(rank_of) + 1])
+    for m in measured:
+        losses += m["losses"]
+        if m["rank_from"] != "distributedInfo":
+            losses.append(
+                _loss(m["path"], "rank from name", 1, f"no distributedInfo: rank {m['rank']} from {m['rank_from']}")
+            )
+        if not m["per_step"]:
+            detail = "no whole decode step found: figures per step cannot be given"
+            losses.append(_loss(m["path"], "no decode steps", 1, detail))
+        if m["outside"]:
+            losses.append(
+                _loss(m["path"], "outside steps", m["outside"], "kernels that belong to no pass, in no figure")
+            )
+    clashes = [
+        {"rank": r, "files": [m["path"] for m in measured if m["rank"] == r]}
+        for r in sorted(set(rank_of))
+        if rank_of.count(r) > 1
+    ]
+    for clash in clashes:
+        detail = f"{len(clash['files'])} files claim rank {clash['rank']}; all are kept, and collectives are not paired"
+        losses.append(_loss(clash["files"][-1], "rank clash", len(clash["files"]), detail))
+    missing = sorted(set(range(world)) - set(rank_of))
+    if missing:
+        losses.append(_loss(Path(lead["path"]).parent, "missing ranks", len(missing), f"no trace of ranks {missing}"))
+    collectives, skew, told = ranks.pair([lead] if clashes else measured)
+    losses += told
+    checks = _cross_check(measured, tables, losses)
+    return {
+        "schema": SCHEMA,
+        "capture": {
+            "kind": lead["kind"],
+            "note": "CPU operators, self time" if lead["kind"] == "cpu" else "GPU kernels",
+            "files": len(measured),
+            "ranks": rank_of,
+            "world_size": world,
+            "missing_ranks": missing,
+            "clashes": clashes,
+            "expert_parallel": any("EP" in (m["meta"]["process"] or "") for m in measured),
+            "sessions": [
+                {"session": i, "files": [p["path"] for p in g], "ranks": [p["rank"] for p in g], "used": g is chosen}
+                for i, g in enumerate(groups)
+            ],
+            "start_ns": min(m["start_ns"] for m in measured),
+            "end_ns": max(m["end_ns"] for m in measured),
+        },
+        "losses": losses,
+        "steps": {
+            "found_by": lead["found_by"],
+            **lead["counts"],
+            "measured": lead["measured"],
+            "by_batch": lead["by_batch"],
+            "by_rank": [{"rank": m["rank"], "found_by": m["found_by"], **m["counts"]} for m in measured],
+        },
+        "per_step": [
+            {"rank": m["rank"], **row, "file": Path(m["path"]).name} for m in measured for row in m["per_step"]
+        ],
+        "categories": [{"rank": m["rank"], **row} for m in measured for row in m["categories"]],
+        "kernels": [{"rank": m["rank"], **row} for m in measured for row in m["kernels"]],
+        "unknown": _unknown(measured),
+        "census": census(measured, expected),
+        "collectives": collectives,
+        "skew": skew,
+        "by_kind": [{"rank": m["rank"], **row} for m in measured for row in m["by_kind"]],
+        "cross_check": checks,
+        "passes": [{"rank": m["rank"], **row} for m in measured for row in m["steps"]],
+    }
+
+
+def _unknown(measured):
+    """Kernels that no rule knows, by time: a mean over the ranks."""
+    total = {}
+    for m in measured:
+        for row in m["kernels"]:
+            if row["fine"] == "unknown":
+                calls, ms = total.get(row["name"], (0.0, 0.0))
+                total[row["name"]] = (calls + row["calls"] / len(measured), ms + row["ms"] / len(measured))
+    return [{"name": n, "calls": c, "ms": t} for n, (c, t) in sorted(total.items(), key=lambda item: -item[1][1])]
+
+
+def census(measured, expected=None):
+    """Counted calls per decode step (the lowest rank's) against the model's: rows of operation, expected, counted."""
+    lead, counted = measured[0], {}
+    for row in lead["kernels"]:
+        counted[row["fine"]] = counted.get(row["fine"], 0.0) + row["calls"]
+    steps_measured = lead["per_step"][0]["steps"] if lead["per_step"] else 0
+    collectives = lead["collectives"]
+    for i, op in enumerate(collectives["operations"]):
+        calls = int(((collectives["op"] == i) & collectives["decode"]).sum())
+        if calls and steps_measured:
+            counted[op] = calls / steps_measured
+    operations = list(expected or {}) + [o for o in collectives["operations"] if o in counted]
+    operations += [c for c in CENSUS_CATEGORIES if c in counted]
+    rows = []
+    for operation in dict.fromkeys(operations):
+        want, have = (expected or {}).get(operation), counted.get(operation, 0.0)
+        row = {"operation": operation, "expected": want, "counted": have}
+        if want is not None and abs(have - want) > 0.005:
+            row["difference"] = have - want
+        rows.append(row)
+    return rows
+
+
+def _cross_check(measured, tables, losses):
+    """The profiler's own totals against each trace's."""
+    checks = []
+    for path in tables:
+        owner = next((m for m in measured if _belongs(path, m)), None)
+        if owner is None:
+            continue
+        try:
+            rows = text_table.read(path)
+        except K25Error as error:
+            losses.append(_loss(path, "unreadable table", 1, str(error)))
+            continue
+        result = text_table.check(rows, owner["session"], owner["kind"] == "gpu")
+        checks.append({"rank": owner["rank"], "file": str(path), **result})
+        if result["differ"]:
+            worst = max(result["differ"], key=lambda d: abs(d["table_ms"] - d["trace_ms"]))
+            detail = (
+                f"the profiler's table has other totals than the trace, most for {worst['name'][:40]}: "
+                f"{worst['table_calls']} calls, {worst['table_ms']:.3f} ms, not "
+                f"{worst['trace_calls']}, {worst['trace_ms']:.3f}"
+            )
+            losses.append(_loss(path, "table differs", len(result["differ"]), detail))
+    return checks
+
+
+def _belongs(table, m):
+    name, trace = Path(table).name, Path(m["path"])
+    if Path(table).parent != trace.parent:
+        return False
+    if name.startswith("profiler_out_"):
+        return name == f"profiler_out_{m['rank']}.txt"
+    return trace.name.startswith(name.split(".profiler_out")[0] + ".")
+
+
+def _from_tables(tables, losses, group, categories):
+    """No trace survived: the session's totals by kernel, and no figure per step."""
+    rules, totals = Categories(categories), []
+    for number, path in enumerate(tables):
+        try:
+            rows = text_table.read(path)
+        except K25Error as error:
+            losses.append(_loss(path, "unreadable table", 1, str(error)))
+            continue
+        peek = {"path": str(path), "rank": None, "process": None}
+        ranks.identify([peek])
+        last = Path(path).stem.rpartition("_")[2]
+        rank = (
+            int(last)
+            if last.isdigit()
+            else peek["rank"]
+            if peek["rank_from"] != "nothing: numbered in order"
+            else number
+        )
+        wanted = ("kernel",) if any(row["kind"] == "kernel" for row in rows) else ("operator",)
+        for row in rows:
+            if row["kind"] in wanted:
+                category = rules.fold(rules.category(row["name"]), group)
+                totals.append(
+                    {
+                        "rank": rank,
+                        "name": row["name"],
+                        "category": category,
+                        "calls": row["calls"],
+                        "ms": row["self_ns"] / 1e6,
+                    }
+                )
+    if not totals:
+        raise K25Error("; ".join(loss["detail"] for loss in losses) or "no profiler table could be read")
+    note = (
+        "totals over the whole session from the profiler's text table, prefill included: no figure per decode step can "
+        "be given; names are cut, so categories are a guess for long ones"
+    )
+    losses.append(_loss(tables[0], "no trace", len(tables), note))
+    found = sorted({row["rank"] for row in totals})
+    empty = {
+        key: []
+        for key in (
+            "per_step",
+            "categories",
+            "kernels",
+            "unknown",
+            "census",
+            "collectives",
+            "skew",
+            "by_kind",
+            "cross_check",
+            "passes",
+        )
+    }
+    return {
+        "schema": SCHEMA,
+        "capture": {
+            "kind": "table",
+            "note": note,
+            "files": len(tables),
+            "ranks": found,
+            "world_size": max(found) + 1,
+            "missing_ranks": sorted(set(range(max(found) + 1)) - set(found)),
+            "clashes": [],
+            "sessions": [],
+        },
+        "losses": losses,
+        "steps": {"found_by": None, **dict.fromkeys(steps.KINDS, 0), "by_batch": {}, "by_rank": []},
+        **empty,
+        "session_totals": totals,
+    }
+
+
+def fold(result, group, categories=None):
+    """The rows of a `fine` result's categories in another grouping: rank, batch, category, calls, ms, percent."""
+    rules, cells = Categories(categories), {}
+    for row in result["categories"]:
+        key = (row["rank"], row["batch"], rules.fold(row["category"], group))
+        cell = cells.setdefault(
+            key, dict(zip(("rank", "batch", "category"), key, strict=True), calls=0.0, ms=0.0, percent=0.0)
+        )
+        for name in ("calls", "ms", "percent"):
+            cell[name] += row[name]
+    return sorted(cells.values(), key=lambda row: (row["rank"], str(row["batch"]), -row["ms"]))
+
+
+def tables(result, capture=""):
+    """The run's tables of one result: {"steps", "breakdown", "kernels", "census"} -> rows, each with its capture."""
+
+    def rows(key):
+        return [{"capture": capture, **row} for row in result[key]]
+
+    return {
+        "steps": rows("passes"),
+        "breakdown": [{**row, "batch": str(row["batch"])} for row in rows("categories")],
+        "kernels": rows("kernels"),
+        "census": rows("census"),
+    }

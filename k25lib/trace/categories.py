@@ -1,0 +1,60 @@
+"""Kernel name -> category, by the ordered rules of categories.toml and the user's own in front of them."""
+
+import re
+import tomllib
+from functools import cache
+from pathlib import Path
+
+from k25lib.errors import UsageError
+
+GROUPS = ("fine", "operation", "role")
+COMMUNICATION = ("allreduce_nccl", "allreduce_custom", "other_comm")
+
+
+class Categories:
+    """Ordered rules. `category(name)` is a `fine` category or "unknown"; `operation(name)` a collective or None."""
+
+    def __init__(self, user_file=None):
+        own = tomllib.loads(Path(__file__).with_name("categories.toml").read_text())
+        extra = _load(user_file) if user_file else {}
+        self._rules = [(r["category"], _regex(r)) for r in [*extra.get("rule", []), *own["rule"]]]
+        self._collectives = [(r["operation"], _regex(r)) for r in [*extra.get("collective", []), *own["collective"]]]
+        self._groups = {g: {**own["groups"][g], **extra.get("groups", {}).get(g, {})} for g in own["groups"]}
+        self.category = cache(self._category)
+
+    def _category(self, name):
+        return next((category for category, regex in self._rules if regex.search(name)), "unknown")
+
+    def fold(self, category, group):
+        """The category of a published grouping ("operation", "role") that a fine one belongs to."""
+        if group == "fine":
+            return category
+        return self._groups[group].get(category, self._groups[group]["default"])
+
+    def operation(self, name):
+        """Operation of a communication kernel ("allreduce", "allgather", ...), or None for other kernels."""
+        if self.category(name) not in COMMUNICATION:
+            return None
+        if self.category(name) != "other_comm":
+            return "allreduce"
+        return next((operation for operation, regex in self._collectives if regex.search(name)), "other_comm")
+
+
+def _regex(rule):
+    return re.compile(rule["pattern"], re.IGNORECASE)
+
+
+def _load(path):
+    try:
+        rules = tomllib.loads(Path(path).read_text())
+        for entry in [*rules.get("rule", []), *rules.get("collective", [])]:
+            if _regex(entry).search(""):
+                raise UsageError(f"{path}: the pattern {entry['pattern']!r} matches any name; make it name a kernel")
+            entry.get("category") or entry["operation"]
+    except OSError as error:
+        raise UsageError(f"cannot read the rules in {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, re.error) as error:
+        raise UsageError(f"{path} is not a file of rules: {error}") from None
+    except (KeyError, TypeError, AttributeError):
+        raise UsageError(f"{path}: each [[rule]] needs a category and a pattern") from None
+    return rules

@@ -1,0 +1,183 @@
+"""Which rank and session a file is, and what collectives cost once the n-th call is paired across ranks."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+
+_FIELD = re.compile(r"(?<![a-z])(dp|pp|tp)[-_]?(\d+)(?!\d)", re.IGNORECASE)
+_RANK = re.compile(r"rank[-_]?(\d+)", re.IGNORECASE)
+NEW_SESSION_NS = 50_000_000  # one process cannot start two captures within 50 ms: that is a copy, not a session
+ONE_START_NS = 60_000_000_000  # all ranks of a session start within a minute
+
+
+def fields(text):
+    """The dp, pp, tp numbers in a file or process name, e.g. {"dp": 0, "tp": 1}; empty if it has none."""
+    return {name.lower(): int(number) for name, number in _FIELD.findall(text)}
+
+
+def identify(peeks):
+    """Set `rank` and `rank_from` of every peek (dicts with path, rank, process): distributedInfo, else the name's
+    dp/pp/tp fields, else those of the process's name, else `rankN` in the name, else the order of the files."""
+    unknown = [p for p in peeks if p["rank"] is None]
+    for p in peeks:
+        p["rank_from"] = "distributedInfo"
+    sources = (("file name", lambda p: Path(p["path"]).name), ("process name", lambda p: p["process"] or ""))
+    for source, text in sources:
+        sizes = {k: 1 + max((fields(text(p)).get(k, 0) for p in peeks), default=0) for k in ("dp", "pp", "tp")}
+        for p in unknown:
+            named = fields(text(p))
+            number = _RANK.search(text(p))
+            if p["rank"] is None and "tp" in named:
+                place = [named.get(k, 0) for k in ("dp", "pp", "tp")]
+                p["rank"] = (place[0] * sizes["pp"] + place[1]) * sizes["tp"] + place[2]
+            elif p["rank"] is None and number and source == "file name":
+                p["rank"] = int(number[1])
+            else:
+                continue
+            p["rank_from"] = source
+    for i, p in enumerate(unknown):
+        if p["rank"] is None:
+            p["rank"], p["rank_from"] = i, "nothing: numbered in order"
+
+
+def sessions(peeks):
+    """Files grouped into captures: by folder, then by start; one rank has one file in a session (or a clash)."""
+    groups = []
+    for folder in sorted({str(Path(p["path"]).parent) for p in peeks}):
+        members = [p for p in peeks if str(Path(p["path"]).parent) == folder]
+        current = []
+        for p in sorted(members, key=lambda p: p["start_ns"]):
+            again = any(q["rank"] == p["rank"] and p["start_ns"] - q["start_ns"] > NEW_SESSION_NS for q in current)
+            if current and (again or p["start_ns"] - current[0]["start_ns"] > ONE_START_NS):
+                groups.append(current)
+                current = []
+            current.append(p)
+        groups.append(current)
+    return sorted(groups, key=lambda group: group[0]["start_ns"])
+
+
+def pair(measured):
+    """Collectives of ranks (outputs of decode.measure with `rank`): (rows per operation, rows per rank, losses).
+
+    The n-th call of an operation is one call of all ranks of its group. It has moved its data when the last rank has
+    come and the transfer is over, so the transfer is the shortest of the paired calls; the rest of a longer call is
+    waiting. Times are ms per decode step of the rank (a mean over ranks in the rows per operation).
+    """
+    rows, skew, losses = [], [], []
+    for op in sorted({o for m in measured for o in m["collectives"]["operations"]}):
+        calls = [_calls(m, op) for m in measured]
+        paired, note = _match(calls, measured) if len(measured) > 1 else (None, "one rank: waiting cannot be told")
+        if note and len(measured) > 1:
+            losses.append({"file": "", "kind": "collectives", "count": 1, "detail": f"{op}: {note}"})
+        own = []
+        for i, m in enumerate(measured):
+            steps = m["per_step"][0]["steps"] if m["per_step"] else 0
+            if not steps:
+                continue
+            start, dur, decode = calls[i]
+            row = {"rank": m["rank"], "op": op, "calls": np.count_nonzero(decode) / steps}
+            row["ms"] = float(dur[decode].sum()) / steps / 1e6
+            row |= dict.fromkeys(("wait_ms", "transfer_ms", "late_us", "clock_us"))
+            if paired is not None:
+                transfer, first, clock, has_pair = paired[i]
+                use = decode & has_pair
+                if use.any() and use.sum() >= 0.5 * decode.sum():
+                    scale = decode.sum() / use.sum() / steps / 1e6  # calls without a partner are taken like the others
+                    row["transfer_ms"] = float(transfer[use].sum()) * scale
+                    row["wait_ms"] = float((dur[use] - transfer[use]).sum()) * scale
+                    row["late_us"] = float((start[use] - first[use]).mean()) / 1e3
+                    row["clock_us"] = clock / 1e3
+            own.append(row)
+        if any(row["calls"] for row in own):
+            skew += own
+            mean = {"op": op}
+            for key in ("calls", "ms", "wait_ms", "transfer_ms"):
+                values = [row[key] for row in own if row[key] is not None]
+                mean[key] = float(np.mean(values)) if values else None
+            rows.append(mean)
+    return rows, skew, losses
+
+
+def _calls(m, op):
+    collectives = m["collectives"]
+    if op not in collectives["operations"]:
+        return np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, bool)
+    chosen = collectives["op"] == collectives["operations"].index(op)
+    return tuple(collectives[key][chosen] for key in ("start_ns", "dur_ns", "decode"))
+
+
+def _match(calls, measured):
+    """For each rank (transfer ns, earliest start, clock error ns, has a partner) of its calls, and a note on doubts."""
+    everyone = list(range(len(calls)))
+    groups = [everyone]
+    if not _overlap(calls, everyone):  # perhaps one group for each data-parallel replica, or pipeline stage
+        places = [tuple(fields(Path(m["path"]).name).get(k, 0) for k in ("dp", "pp")) for m in measured]
+        split = [[i for i in everyone if places[i] == place] for place in sorted(set(places))]
+        if len(split) > 1 and all(_overlap(calls, group) for group in split if len(group) > 1):
+            groups = split
+    out, notes = [None] * len(calls), set()
+    for group in groups:
+        counts = {len(calls[i][0]) for i in group}
+        if len(counts) == 1:
+            index = {i: np.arange(len(calls[i][0])) for i in group}
+        else:
+            index = _by_end(calls, group)
+            n = len(index[group[0]])
+            notes.add(
+                f"unequal counts over the ranks ({', '.join(str(len(calls[i][0])) for i in group)}); {n} paired by time"
+            )
+        starts = np.stack([calls[i][0][index[i]] for i in group])
+        durs = np.stack([calls[i][1][index[i]] for i in group])
+        ends = starts + durs
+        clock = [float(np.median(ends[k] - ends[0])) if ends.shape[1] else 0.0 for k in range(len(group))]
+        if max(map(abs, clock), default=0) > 100_000:
+            notes.add(
+                f"calls end up to {max(map(abs, clock)) / 1e3:.0f} us apart: clocks differ, or it is not one group"
+            )
+        starts = starts - np.round(clock).astype(np.int64)[:, None]
+        for k, i in enumerate(group):
+            n = len(calls[i][0])
+            transfer, first, has_pair = np.zeros(n, np.int64), np.zeros(n, np.int64), np.zeros(n, bool)
+            if len(group) > 1:
+                transfer[index[i]], has_pair[index[i]] = durs.min(axis=0), True
+                first[index[i]] = starts.min(axis=0) + round(clock[k])
+            out[i] = (transfer, first, clock[k], has_pair)
+    return out, "; ".join(sorted(notes))
+
+
+def _overlap(calls, group):
+    """Whether the n-th calls can be one call: equal counts, and all are running at one moment in most of them."""
+    if len({len(calls[i][0]) for i in group}) != 1:
+        return False
+    starts, durs = (np.stack([calls[i][k] for i in group]) for k in (0, 1))
+    ends = starts + durs
+    ends = ends - np.median(ends - ends[0], axis=1, keepdims=True) if ends.shape[1] else ends
+    return bool((starts.max(axis=0) <= ends.min(axis=0)).mean() >= 0.5) if ends.shape[1] else True
+
+
+def _by_end(calls, group):
+    """Indices of calls that every rank of the group has: those that end nearest to each other, both ways."""
+    ends = {i: calls[i][0] + calls[i][1] for i in group}
+    reference = min(group, key=lambda i: len(ends[i]))
+    keep = np.ones(len(ends[reference]), bool)
+    match = {reference: np.arange(len(ends[reference]))}
+    for i in group:
+        if i == reference or not len(ends[reference]):
+            match.setdefault(i, np.zeros(0, np.int64))
+            continue
+        there, back = _nearest(ends[i], ends[reference]), _nearest(ends[reference], ends[i])
+        match[i] = there
+        keep &= back[there] == np.arange(len(there))
+    return {i: match[i][keep] for i in group}
+
+
+def _nearest(values, targets):
+    """For each target the index of the nearest of the sorted values."""
+    right = (
+        np.clip(np.searchsorted(values, targets), 1, len(values) - 1)
+        if len(values) > 1
+        else np.zeros(len(targets), int)
+    )
+    left = np.maximum(right - 1, 0)
+    return np.where(targets - values[left] <= values[right] - targets, left, right)

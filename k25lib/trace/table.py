@@ -1,0 +1,118 @@
+"""One trace file as columns: what every reader returns and everything behind the readers works on."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+KERNEL, MEMCPY, MEMSET, OPERATOR = range(4)  # the column `kind`
+
+
+@dataclass
+class Trace:
+    """One rank's events, sorted by start; times are integer nanoseconds.
+
+    `start_ns` counts from `origin_ns` (absolute, or on the file's own clock when it has no base time). `name_id`
+    indexes `names`; `stream` is a GPU stream (a thread for operators); `correlation` is the launch (a CUDA graph's
+    kernels share one; -1 is unknown).
+    `marks` are (annotation name, start_ns, end_ns) of the GPU's timeline, `cpu_marks` those of the CPU's.
+    """
+
+    path: str
+    names: list = field(default_factory=list)
+    name_id: np.ndarray = None
+    start_ns: np.ndarray = None
+    dur_ns: np.ndarray = None
+    stream: np.ndarray = None
+    correlation: np.ndarray = None
+    kind: np.ndarray = None
+    origin_ns: int = 0
+    marks: list = field(default_factory=list)
+    cpu_marks: list = field(default_factory=list)
+    meta: dict = field(default_factory=dict)  # rank, world_size, base_ns, process, whole_us
+    losses: list = field(default_factory=list)
+    truncated: bool = False
+    is_cpu: bool = False
+
+    def lose(self, kind, count, detail):
+        """Count what was dropped, repaired or suspicious."""
+        if count:
+            self.losses.append({"file": self.path, "kind": kind, "count": int(count), "detail": detail})
+
+
+COLUMNS = ("name_id", "start_ns", "dur_ns", "stream", "correlation", "kind")
+
+
+def take(trace, index):
+    """Keep (and order) the rows of `index` in every column."""
+    for column in COLUMNS:
+        setattr(trace, column, getattr(trace, column)[index])
+
+
+def clean(trace, start_us, dur_us):
+    """Turn float microseconds into sorted integer nanoseconds; set impossible times and duplicates aside, counted.
+
+    Kineto's microseconds have three decimals and stay below 2**43 after its base time, where a double still tells
+    the nearest nanosecond once a whole number of microseconds is taken off.
+    """
+    good = _plausible(trace, start_us, dur_us)
+    if not good.all():
+        start_us, dur_us = start_us[good], dur_us[good]
+        for column in ("name_id", "stream", "correlation", "kind"):
+            setattr(trace, column, getattr(trace, column)[good])
+    first = float(np.floor(start_us.min())) if len(start_us) else 0.0
+    trace.origin_ns = int(first) * 1000 + (trace.meta.get("base_ns") or 0)
+    trace.start_ns = to_ns(start_us, first)
+    trace.dur_ns = to_ns(dur_us)
+    del start_us, dur_us
+    trace.lose("zero duration", np.count_nonzero(trace.dur_ns == 0), "kept: they count as calls and add no time")
+    order = np.argsort(trace.start_ns, kind="stable")
+    take(trace, order)
+    del order
+    _drop_duplicates(trace)
+    return first
+
+
+def to_ns(us, first=0.0):
+    """Microseconds with three decimals as integer nanoseconds after `first` (a whole number of microseconds)."""
+    return np.rint((np.asarray(us, dtype=np.float64) - first) * 1000).astype(np.int64)
+
+
+def _plausible(trace, start_us, dur_us):
+    """Rows whose times can be true. A kernel may wait long for another rank, but not longer than the capture."""
+    finite = np.isfinite(start_us) & np.isfinite(dur_us)
+    trace.lose("no time", np.count_nonzero(~finite), "events without a usable ts or dur, set aside")
+    negative = finite & (dur_us < 0)
+    trace.lose("negative duration", np.count_nonzero(negative), "set aside")
+    good = finite & ~negative
+    if not good.any():
+        return good
+    usual = start_us[good]
+    lo, hi = np.percentile(usual, (5, 95), method="nearest") if len(usual) > 20 else (np.median(usual),) * 2
+    extent = max(hi - lo, 1e6)
+    far = good & ((start_us < lo - 5 * extent) | (start_us > hi + 5 * extent))
+    zero = far & (start_us <= 0)
+    trace.lose("zero or negative time", np.count_nonzero(zero), "set aside: a start at or before 0")
+    trace.lose("absurd time", np.count_nonzero(far & ~zero), "set aside: a start far from all others")
+    good &= ~far
+    longest = max(float(np.ptp(start_us[good])), 1e6)
+    absurd = good & (dur_us > longest)
+    trace.lose("absurd duration", np.count_nonzero(absurd), "set aside: longer than the whole capture and than 1 s")
+    return good & ~absurd
+
+
+def _drop_duplicates(trace):
+    """The same event twice: same start, duration, name, stream, launch and kind."""
+    if len(trace.start_ns) < 2:
+        return
+    tied = np.flatnonzero(trace.start_ns[1:] == trace.start_ns[:-1])
+    if not len(tied):
+        return
+    rows = np.unique(np.concatenate([tied, tied + 1]))
+    keys = np.stack([getattr(trace, column)[rows].astype(np.int64) for column in COLUMNS])
+    _, first = np.unique(keys, axis=1, return_index=True)
+    if len(first) == len(rows):
+        return
+    keep = np.ones(len(trace.start_ns), bool)
+    keep[np.delete(rows, first)] = False
+    trace.lose("duplicate", len(rows) - len(first), "the same event twice, one kept")
+    take(trace, keep)
