@@ -10,14 +10,14 @@ def add(commands):
     gemm = commands.add_parser("gemm", help="time the GEMMs of a decode step with the server's kernels")
     _common(gemm, "1,4,16,64", 900)
     gemm.add_argument("--tp", type=int, default=8, help="tensor parallel size that shapes are cut for (default 8)")
-    gemm.add_argument("--state", default="cold,warm", help="cold, warm or both (default): weights out of cache or in it")
+    gemm.add_argument("--state", default="cold,warm", help="cold, warm or both (default)")
     gemm.add_argument("--only", default="", metavar="NAMES", help="only GEMMs whose name holds one of these words")
-    gemm.add_argument("--max-gb", type=float, default=0, help="memory for weights, GB (default: half a GPU, 1 on a CPU)")
+    gemm.add_argument("--max-gb", type=float, default=0, help="memory for weights, GB (half a GPU, 1 on a CPU)")
     gemm.set_defaults(run=_gemm)
     collectives = commands.add_parser("collectives", help="time the collectives of a decode step")
     _common(collectives, "1,4,16,64,256", 900)
     collectives.add_argument("--world", type=int, default=2, help="ranks on this machine, one a GPU (default 2)")
-    collectives.add_argument("--torchrun", default="", metavar="OPTIONS", help='such as "--nnodes 2 --rdzv-endpoint H:P"')
+    collectives.add_argument("--torchrun", default="", metavar="OPTIONS", help='as "--nnodes 2 --rdzv-endpoint H:P"')
     collectives.add_argument("--no-variants", action="store_true", help="leave out NCCL_ALGO x NCCL_PROTO")
     collectives.set_defaults(run=_collectives)
 
@@ -34,7 +34,7 @@ def _common(command, batches, timeout_s):
 
 
 def _gemm(args):
-    from k25lib.micro.launch import probe, run_gemm
+    from k25lib.micro.launch import run_gemm
     from k25lib.micro.plan import gemm_tasks
 
     states = tuple(word.strip() for word in args.state.split(",") if word.strip())
@@ -57,7 +57,7 @@ def _collectives(args):
 
     if args.world < 1:
         raise UsageError(f"--world must be at least 1, not {args.world}")
-    device = probe(args.python)["device"] if args.device == "auto" else args.device
+    device = probe(args.python) if args.device == "auto" else args.device
     tasks = collective_tasks(_model(args), args.world, _batches(args.batch), device == "cuda", not args.no_variants)
     settings = _settings(args, tasks) | {"device": device, "torchrun": shlex.split(args.torchrun)}
     return _run(

@@ -218,22 +218,27 @@ class Bench:
         between = self._gemms(task)
         if between:
             together = [step for pair in zip(between, work) for step in pair]  # noqa: B905
-            rounds = [self._round(task, together, context), self._round(task, between, None)]
+            rounds = [self._round(task, between, None), self._round(task, together, context)]
         else:
             rounds = [self._round(task, work, context)]
-        samples, until = [], None
-        while until is None or (len(samples) < 200 and not self._over(until)) or len(samples) < 7:
-            times = []
-            for run in reversed(rounds):  # the round with the collectives last: its data is what is checked
-                for call in calls:
-                    call.refill()
-                times.append(run())
-            spent = times[1] - times[0] if between else times[0]
+        times, until = [], None
+        while until is None or len(times) < 7 or (len(times) < 200 and not self._over(until)):
             if until is None:
-                until = time.perf_counter() + self.settings.get("seconds", 0.3)  # the first round was the warm-up
-            else:
-                samples.append(spent / len(calls))
+                self._all(rounds, calls)  # the warm-up
+                until = time.perf_counter() + self.settings.get("seconds", 0.3)
+            times.append(self._all(rounds, calls))
+        alone = statistics.median(t[0] for t in times) if between else 0.0
+        samples = [(t[-1] - alone) / len(calls) for t in times]
         return {"samples": samples, "wrong": sum(call.wrong() for call in calls)}
+
+    def _all(self, rounds, calls):
+        """Times (us) of every kind of round: the one with the collectives is last, so that its data can be checked."""
+        times = []
+        for run in rounds:
+            for call in calls:
+                call.refill()
+            times.append(run())
+        return times
 
     def _over(self, until):
         """Whether rank 0's time is over: all ranks must run the same number of rounds."""

@@ -2,7 +2,8 @@
 
     python -m k25lib.micro.gemm < settings.json
 
-Settings: {"device": "cuda"|"cpu", "seconds": time per row, "seed", "max_bytes": memory for weights, "tasks": [...]}.
+Settings: {"device": "cuda"|"cpu", "seconds": time per row, "seed", "threads" (CPU), "max_bytes": memory for weights,
+"tasks": [...]}.
 A task is one row: {"id", "name", "m", "n", "k", "batch" (matrices), "dtype": "bf16"|"int4", "group_size", "state":
 "cold"|"warm", and for experts "experts", "top_k", "role": "gate_up"|"down"}. Every kernel is compared with a float32
 reference before it is timed. Cold: the distinct bytes that one pass reads are at least twice the last-level cache.
@@ -363,6 +364,7 @@ def grouped_workload(task, device, cache_bytes, limit_bytes):
         return timing.relative_errors(out, reference)
 
     mean_touched = statistics.fmean(len(ids) for ids in touched)
+    busiest = max(torch.bincount(ids.flatten()).max().item() for ids in routings)
     return Workload(
         kernel,
         launches,
@@ -372,7 +374,7 @@ def grouped_workload(task, device, cache_bytes, limit_bytes):
         distinct,
         passes if task["state"] == "cold" else 1,
         mean_touched,
-        {"experts_touched": mean_touched, "experts_busiest": max(torch.bincount(i.flatten()).max().item() for i in routings)},
+        {"experts_touched": mean_touched, "busiest_expert_tokens": busiest},
     )
 
 
@@ -392,10 +394,22 @@ def marlin_grouped(task, device, layers, x, shares, routings):
         mine = slice(first, first + task["experts"])
         slots, blocks, length = (part.to(device) for part in align(ids - first, block, task["experts"]))
         out = torch.zeros(m * top_k, task["n"], device=device, dtype=torch.bfloat16)
-        values = {"a": x, "input": x, "c": out, "output": out, "b_q_weight": q[mine], "b_qweight": q[mine], "b_scales": s[mine],
-                  "sorted_token_ids": slots, "expert_ids": blocks, "num_tokens_past_padded": length,
-                  "topk_weights": shares, "moe_block_size": block, "top_k": 1 if down else top_k,
-                  "mul_topk_weights": down, "size_m": x.shape[0], "size_n": task["n"], "size_k": task["k"]}  # fmt: skip
+        values = {
+            **dict.fromkeys(("a", "input"), x),
+            **dict.fromkeys(("c", "output"), out),
+            **dict.fromkeys(("b_q_weight", "b_qweight"), q[mine]),
+            "b_scales": s[mine],
+            "sorted_token_ids": slots,
+            "expert_ids": blocks,
+            "num_tokens_past_padded": length,
+            "topk_weights": shares,
+            "moe_block_size": block,
+            "top_k": 1 if down else top_k,
+            "mul_topk_weights": down,
+            "size_m": x.shape[0],
+            "size_n": task["n"],
+            "size_k": task["k"],
+        }
         arguments = bind(operator, values | marlin_values(quant_id, workspace))
         return lambda: operator(*arguments)
 
@@ -430,11 +444,11 @@ def one_by_one(task, device, layers, x, shares, routings):
     return kernel, [launch(ids) for ids in routings]
 
 
-def measure(task, settings, device, cache_bytes):
+def measure(task, settings, device, cache_bytes, limit_bytes):
     """One row: build, check, time. Raises NotRun, or whatever the kernel raises."""
     torch.manual_seed(settings.get("seed", 0))
     build = grouped_workload if task.get("experts") else dense_workload
-    work = build(task, device, cache_bytes, settings.get("max_bytes", 2**30))
+    work = build(task, device, cache_bytes, limit_bytes)
     mean, largest = work.check()
     row = {
         "kernel": work.kernel.name, "backend": work.kernel.backend, "reason": work.kernel.note, "batch": work.batch,
@@ -481,16 +495,10 @@ def device_facts(device):
         properties = torch.cuda.get_device_properties(0)
         name, cache = properties.name, getattr(properties, "L2_cache_size", 0) or 64 * 2**20
     else:
-        name, cache = f"{timing.cpu_name()}, {torch.get_num_threads()} threads", timing.last_cache_bytes()
+        name, cache = f"{timing.cpu_name()}, {torch.get_num_threads()} thread(s)", timing.last_cache_bytes()
     sample = timing.sample_cuda if cuda else timing.sample_cpu
     # Larger than the cache where that costs little; a CPU's share of a large shared cache is not known anyway.
-    source = torch.ones(max(4 * cache, 2**30) // 4 if cuda else 2**26)
-    source = source.to(device)
-    target = torch.empty_like(source)
-    size = source.numel() * 4
-    copied = min(sample([lambda: target.copy_(source)], 0.1)[0])
-    read = min(sample([lambda: source.sum()], 0.1)[0])
-    del source, target
+    copied, read, size = _bandwidth(sample, device, max(4 * cache, 2**30) // 4 if cuda else 2**26)
     n = 8192 if cuda else 1024
     a = torch.randn(n, n, device=device, dtype=torch.bfloat16)
     product = min(sample([lambda: a @ a], 0.2)[0])
@@ -499,6 +507,13 @@ def device_facts(device):
         "gemm_tflop_s": 2 * n**3 / product / 1e6, "torch": torch.__version__, "cuda": torch.version.cuda,
         "vllm": version("vllm"), "python": sys.version.split()[0], "method": timing.METHOD,
     }  # fmt: skip
+
+
+def _bandwidth(sample, device, elements):
+    """Best times (us) of a copy and of a read of `elements` floats, and their bytes."""
+    source = torch.ones(elements, device=device)
+    target = torch.empty_like(source)
+    return min(sample([lambda: target.copy_(source)], 0.1)[0]), min(sample([source.sum], 0.1)[0]), elements * 4
 
 
 def main():
@@ -510,14 +525,17 @@ def main():
         return 1
     torch.set_grad_enabled(False)
     torch.manual_seed(settings.get("seed", 0))
-    facts = device_facts(device)
-    output.event("device", **facts)
+    if device == "cpu":
+        torch.set_num_threads(settings.get("threads", 1))  # two threads on a busy machine wait for each other
+    facts = device_facts(device) if settings["tasks"] else {}
+    output.event("device", kind=device, **facts)
+    limit = settings.get("max_bytes") or (torch.cuda.mem_get_info()[0] // 2 if device == "cuda" else 2**30)
     for task in settings["tasks"]:
         output.event("start", id=task["id"])
         timing.mark(f"{task['name']} m={task['m']} {task['state']}")
         fatal = False
         try:
-            row = measure(task, settings, device, facts["cache_bytes"])
+            row = measure(task, settings, device, facts["cache_bytes"], limit)
         except NotRun as reason:
             row = {"status": "not run", "reason": str(reason)}
         except Exception as error:  # one row's failure is that row's

@@ -6,6 +6,7 @@ lifeline: when it closes (time-out, Ctrl-C, death of this process, a lost connec
 
 import base64
 import collections
+import contextlib
 import io
 import json
 import os
@@ -20,7 +21,7 @@ import time
 import zipfile
 from pathlib import Path
 
-from k25lib.errors import UsageError
+from k25lib.errors import K25Error, UsageError
 from k25lib.hardware import find
 
 MODULES = ("timing.py", "gemm.py", "collectives.py")
@@ -107,15 +108,13 @@ class Worker:
             )  # fmt: skip
         except OSError as error:
             raise UsageError(f"cannot run {prefix_of(python)[0]}: {error.strerror}") from error
-        self._threads = [threading.Thread(target=self._read, daemon=True), threading.Thread(target=self._hear, daemon=True)]
+        self._threads = [threading.Thread(target=target, daemon=True) for target in (self._read, self._hear)]
         for thread in self._threads:
             thread.start()
         job = {"zip": worker_zip(), "arguments": arguments, "settings": settings, "env": env}
-        try:
+        with contextlib.suppress(OSError):  # it ended at once: its last words say why
             self.process.stdin.write(json.dumps(job) + "\n")
             self.process.stdin.flush()
-        except OSError:
-            pass  # it ended at once: its last words say why
 
     def _read(self):
         for line in self.process.stdout:
@@ -148,10 +147,8 @@ class Worker:
 
     def stop(self):
         """End it and all that it started; waits until it has gone. Returns the exit code."""
-        try:
+        with contextlib.suppress(OSError):
             self.process.stdin.close()
-        except OSError:
-            pass
         try:
             self.process.wait(timeout=10)
         except subprocess.TimeoutExpired:
@@ -175,15 +172,15 @@ def drive(arguments, tasks, settings, python, env, timeout_s, row_timeout_s, on_
     Returns the rows in the order of the tasks, each the task's keys and what the worker said of it.
     """
     tasks = [task | {"id": number} for number, task in enumerate(tasks)]
-    todo, rows, deaths = list(tasks), [], 0
+    todo, rows, deaths = list(tasks), {}, 0
     deadline = time.monotonic() + timeout_s
     facts = {}
 
     def done(task, values):
-        rows.append(task | values)
+        rows[task["id"]] = row = {key: value for key, value in (task | values).items() if key != "id"}
         todo.remove(task)
         if on_row:
-            on_row(rows[-1])
+            on_row(row)
 
     while todo:
         worker, current, finished, reason = Worker(python, arguments, settings | {"tasks": todo}, env), None, False, ""
@@ -194,8 +191,10 @@ def drive(arguments, tasks, settings, python, env, timeout_s, row_timeout_s, on_
                 try:
                     event = worker.next(max(wait, 0.1))
                 except queue.Empty:
-                    limit = f"{timeout_s:.0f} s for all rows" if left <= row_timeout_s else f"{row_timeout_s:.0f} s a row"
-                    reason = f"time-out ({limit})"
+                    whole = left <= row_timeout_s
+                    reason = (
+                        f"time-out ({timeout_s:.0f} s for all rows)" if whole else f"time-out ({row_timeout_s:.0f} s)"
+                    )
                     break
                 if event is None:
                     break
@@ -207,7 +206,7 @@ def drive(arguments, tasks, settings, python, env, timeout_s, row_timeout_s, on_
                 elif kind == "start":
                     current = next(task for task in todo if task["id"] == event["id"])
                 elif kind == "row":
-                    done(next(task for task in todo if task["id"] == event["id"]), event | {"device": facts.get("device")})
+                    done(current, event | {"device": facts.get("device")})
                     current = None
                 elif kind == "abort":
                     reason, finished = event["reason"], True
@@ -233,10 +232,21 @@ def drive(arguments, tasks, settings, python, env, timeout_s, row_timeout_s, on_
             why = f"the time-out of {timeout_s:.0f} s" if deaths < RESTARTS else f"{deaths} deaths of the worker"
             for task in list(todo):
                 done(task, {"status": "not run", "reason": f"after {why}", "device": facts.get("device")})
-    rows.sort(key=lambda row: row["id"])
-    for row in rows:
-        del row["id"]
-    return rows
+    return [rows[task["id"]] for task in tasks]
+
+
+def probe(python=None, timeout_s=180):
+    """The kind of device that torch finds under this interpreter: "cuda" or "cpu". Raises K25Error with the reason."""
+    worker = Worker(python, ["-m", "k25lib.micro.gemm"], {"tasks": []}, {})
+    try:
+        event = worker.next(timeout_s)
+    except queue.Empty:
+        event = None
+    finally:
+        code = worker.stop()
+    if not event or event["event"] != "device":
+        raise K25Error(f"{' '.join(prefix_of(python))} cannot run the worker ({_ending(code)}); {worker.last_words()}")
+    return event["kind"]
 
 
 def _ending(code):
@@ -297,14 +307,16 @@ def run_collectives(settings, python=None, world=2, timeout_s=900, on_row=None, 
     settings = dict(settings)
     tasks, common = settings.pop("tasks"), settings.pop("env", {})
     options = settings.pop("torchrun", None) or ["--standalone"]
-    arguments = ["-m", "torch.distributed.run", *options, "--nproc-per-node", str(world), "-m", "k25lib.micro.collectives"]
+    arguments = ["-m", "torch.distributed.run", *options, "--nproc-per-node", str(world)]
+    arguments += ["-m", "k25lib.micro.collectives"]
     settings.setdefault("row_timeout_s", 60)
+    limit = settings["row_timeout_s"]
     deadline, rows, facts = time.monotonic() + timeout_s, [], {}
 
     def finish(row):
         row["environment"] = json.dumps(row.get("environment") or {}, sort_keys=True)
         row["gemm"] = "x".join(map(str, row.get("gemm") or []))
-        row |= {"world": facts.get("world", world), "method": facts.get("method"), "comparable": facts.get("comparable")}
+        row |= {"world": facts.get("world", world)} | {key: facts.get(key) for key in ("method", "comparable", "nccl")}
         if on_row:
             on_row(row)
 
@@ -320,5 +332,5 @@ def run_collectives(settings, python=None, world=2, timeout_s=900, on_row=None, 
     for environment in environments:
         mine = [task for task in tasks if task.get("environment", {}) == environment]
         left = max(1.0, deadline - time.monotonic())
-        rows += drive(arguments, mine, settings, python, common | environment, left, settings["row_timeout_s"], finish, learn)
+        rows += drive(arguments, mine, settings, python, common | environment, left, limit, finish, learn)
     return rows

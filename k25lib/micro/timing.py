@@ -27,8 +27,8 @@ class Output:
         self._file = os.fdopen(os.dup(1), "w", buffering=1)
         os.dup2(2, 1)
 
-    def event(self, kind, **values):
-        self._file.write(json.dumps({"event": kind, **values}, allow_nan=False) + "\n")
+    def event(self, event, **values):
+        self._file.write(json.dumps({"event": event, **values}, allow_nan=False) + "\n")
 
 
 def read_settings():
@@ -125,10 +125,8 @@ def _between_events(run, count):
 
 def is_fatal(error):
     """Whether a CUDA error has broken the process's context, so that nothing after it can be trusted."""
-    text = str(error).lower()
-    return any(
-        word in text for word in ("illegal memory", "device-side assert", "misaligned", "unspecified launch", "ecc error")
-    )
+    words = ("illegal memory", "device-side assert", "misaligned", "unspecified launch", "ecc error")
+    return any(word in str(error).lower() for word in words)
 
 
 def relative_errors(out, reference):
