@@ -81,28 +81,31 @@ def restarts_for(spread, wanted):
     return next((n for n in range(1, 101) if smallest_visible(spread, n, n) <= wanted), None)
 
 
-def measurements(run):
-    """{metric: value} of one run, each a mean over one restart of the server, from its tables; headlines come first.
-
-    Levels that are void (served from the prefix cache) or where the client was the limit are left out.
-    """
-    levels = [
-        row for row in run.table("levels").to_dict("records") if not (_yes(row, "void") or _yes(row, "client_limited"))
+def usable_levels(run):
+    """The closed-loop levels of a run that may be used: not void (prefix cache), the client not the limit."""
+    return [
+        row
+        for row in run.table("levels").to_dict("records")
+        if number(row.get("concurrency")) and not (_yes(row, "void") or _yes(row, "client_limited"))
     ]
-    closed = [row for row in levels if _number(row.get("concurrency"))]
+
+
+def measurements(run):
+    """{metric: value} of one run, each a mean over one restart of the server, from its tables; headlines come first."""
+    closed = usable_levels(run)
     found = {}
     if closed:
         first = min(closed, key=lambda row: row["concurrency"])
-        best = max((v for row in closed if (v := _number(row.get("output_tok_s")))), default=None)
-        found[f"tpot_ms at C={first['concurrency']:g}"] = _number(first.get("tpot_ms_mean"))
+        best = max((v for row in closed if (v := number(row.get("output_tok_s")))), default=None)
+        found[f"tpot_ms at C={first['concurrency']:g}"] = number(first.get("tpot_ms_mean"))
         found["output_tok_s at best"] = best
     steps = run.table("steps")
     for row in steps.to_dict("records") if {"batch", "rank"} <= set(steps) else []:
         if str(row["batch"]) == "all" and row["rank"] == steps["rank"].min():
-            found[f"step_ms of {row.get('capture')}"] = _number(row.get("interval_ms")) or _number(row.get("span_ms"))
+            found[f"step_ms of {row.get('capture')}"] = number(row.get("interval_ms")) or number(row.get("span_ms"))
     for row in closed:
         for name, column in (("tpot_ms", "tpot_ms_mean"), ("ttft_ms", "ttft_ms_p50"), ("output_tok_s", "output_tok_s")):
-            found.setdefault(f"{name} at C={row['concurrency']:g}", _number(row.get(column)))
+            found.setdefault(f"{name} at C={row['concurrency']:g}", number(row.get(column)))
     return {metric: value for metric, value in found.items() if value and value > 0}
 
 
@@ -110,18 +113,17 @@ def identity(run):
     """What must be equal for two runs to be compared: {what: value}, of what is known."""
     manifest = run.manifest
     server, environment = manifest.get("server") or {}, manifest.get("environment") or {}
-    settings = manifest.get("settings") or {}
-    macro = {**(settings.get("macro") or {})}
-    if server.get("kind") == "embedded":
-        macro |= (settings.get("embedded") or {}).get("macro") or {}
+    load = manifest.get("macro") or {}
+    told = load.get("settings") or {}
     gpus = [gpu.get("name") for gpu in environment.get("gpus") or []]
     known = {
         "model": server.get("model") or environment.get("model"),
         "tensor parallel": server.get("tp"),
         "hardware": ", ".join(map(str, gpus)) or environment.get("cpu"),
-        "input tokens": macro.get("input_tokens"),
-        "output tokens": macro.get("output_tokens"),
-        "method": manifest.get("method"),
+        "input tokens": told.get("input_tokens"),
+        "output tokens": told.get("output_tokens"),
+        "API": told.get("api"),
+        "method of the load": load.get("method"),
     }
     return {what: value for what, value in known.items() if value not in (None, "", {})}
 
@@ -143,6 +145,11 @@ def environment_differences(before, after):
     return [
         {"what": key, "before": one.get(key), "after": two.get(key)} for key in keys if one.get(key) != two.get(key)
     ]
+
+
+def number(value):
+    """A cell as a float; None for what is no finite number."""
+    return float(value) if isinstance(value, (int, float, np.number)) and np.isfinite(value) else None
 
 
 def compare_runs(before, after, history=()):
@@ -225,10 +232,6 @@ def _grouped(runs):
 
 def _percent(log_change):
     return 100 * float(np.expm1(log_change))
-
-
-def _number(value):
-    return float(value) if isinstance(value, (int, float, np.number)) and np.isfinite(value) else None
 
 
 def _yes(row, column):

@@ -117,13 +117,13 @@ def test_runs_of_other_hardware_lend_no_spread(make_run):
         ({"server": {**SERVER, "model": "glm"}}, "model differs: kimi against glm"),
         ({"server": {**SERVER, "tp": 4}}, "tensor parallel differs: 8 against 4"),
         ({"environment": {"gpus": [{"name": "NVIDIA L40S"}]}}, "hardware differs: NVIDIA H200 against NVIDIA L40S"),
-        ({"settings": {"macro": {"input_tokens": 64}}}, "input tokens differs: 128 against 64"),
-        ({"method": {"load": "2"}}, "method differs"),
+        ({"macro": {"settings": {"input_tokens": 64}, "method": 1}}, "input tokens differs: 128 against 64"),
+        ({"macro": {"settings": {"input_tokens": 128}, "method": 2}}, "method of the load differs: 1 against 2"),
     ],
 )
 def test_runs_that_cannot_be_compared_say_why(make_run, manifest, reason):
-    before = make_run(10.0, settings={"macro": {"input_tokens": 128}}, method={"load": "1"})
-    after = make_run(10.0, **{"settings": {"macro": {"input_tokens": 128}}, "method": {"load": "1"}, **manifest})
+    macro = {"settings": {"input_tokens": 128}, "method": 1}
+    before, after = make_run(10.0, macro=macro), make_run(10.0, **{"macro": macro, **manifest})
     found = compare.compare_runs([before], [after])
     assert not found["comparable"]
     assert reason in found["obstacles"][0]
