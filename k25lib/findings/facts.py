@@ -46,7 +46,7 @@ def gather(run):
     """The Facts of a run; never raises for a table that is missing or short."""
     facts, manifest = Facts(), run.manifest
     _load(facts, run, manifest)
-    _trace(facts, run, manifest)
+    gather_trace(facts, run, manifest)
     _model(facts, run, manifest)
     _micro(facts, run)
     _device(facts, run, manifest)
@@ -63,7 +63,8 @@ def _load(facts, run, manifest):
     facts.plateau = (manifest.get("macro") or {}).get("plateau") or {}
 
 
-def _trace(facts, run, manifest):
+def gather_trace(facts, run, manifest):
+    """Add what the trace of the capture nearest to a single stream says: step, categories, communication."""
     steps, records = run.table("steps"), manifest.get("captures") or {}
     environment = manifest.get("environment") or {}
     facts.is_cpu = not environment.get("gpus")

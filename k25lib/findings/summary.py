@@ -5,8 +5,9 @@ from k25lib.run import Run
 from . import campaigns, closure, compare, whatif
 from .efficiency import dram_efficiency
 from .facts import gather
+from .history import history, steps_by_run
 
-CHANGE_COLUMNS = ("metric", "before", "after", "change_percent", "low_percent", "high_percent", "verdict")
+CHANGE_COLUMNS = ("metric", "unit", "before", "after", "change_percent", "low_percent", "high_percent", "verdict")
 PART_OF = {  # a part of the waterfall in words that a sentence can use
     "GEMMs above reading the weights": "GEMMs beyond the time that reading their weights takes",
     "attention above reading the KV cache": "attention",
@@ -20,9 +21,10 @@ PART_OF = {  # a part of the waterfall in words that a sentence can use
 def summarise(run):
     """The findings of a run as a dict of plain values for the report.
 
-    {"sentences": three; "headlines": rows {"name", "value", "low", "high", "unit", "source"}; "closure": the waterfall;
-    "contradictions"; "bottlenecks"; "whatif": rows of ranges; "efficiency"; "changes": rows against "previous", with
-    "verdict"; "references": other campaigns; "missing": what could not be said, and why}.
+    sentences (three), headlines (rows name, value, low, high, unit, source), closure (the waterfall), contradictions,
+    next (bottlenecks in order), whatif (ranges), micro (timed alone against the trace), efficiency, changes (rows
+    against the run `previous`, with `verdict`), history, history_of and steps_by_run (over comparable runs),
+    references (other campaigns), missing (what could not be said, and why).
     """
     facts = gather(run)
     missing = list(facts.missing)
@@ -36,11 +38,13 @@ def summarise(run):
         parts = closure.waterfall(total_ms, facts.step, categories, *bounds, waiting)
         impossible = closure.contradictions(total_ms, facts.step, categories, *bounds) if facts.tpot_ms else []
         impossible += _census(run, facts)
-    changes = _changes(run)
+    runs = compare.readable(Run.all(run.path.parent))
+    changes = _changes(run, runs)
     helps = _whatif(facts) if not facts.is_cpu else []
     if facts.is_cpu:
         missing.append("what would help: not computed for a CPU, whose operators say nothing of a GPU's")
     missing += changes["missing"]
+    over_runs, history_of = history(run, runs)
     return {
         "sentences": [
             _number(facts),
@@ -50,13 +54,16 @@ def summarise(run):
         "headlines": _headlines(facts, efficiency),
         "closure": [row | {"percent": 100 * row["ms"] / parts[-1]["ms"]} for row in parts],
         "contradictions": impossible,
-        "bottlenecks": whatif.next_bottlenecks(categories, None if facts.is_cpu else facts.tpot_ms),
+        "next": whatif.next_bottlenecks(categories, None if facts.is_cpu else facts.tpot_ms),
         "whatif": [{k: v for k, v in row.items() if k not in ("cases", "text")} for row in helps],
         "micro": _micro(facts, categories),
         "efficiency": efficiency,
         "changes": changes["rows"],
         "previous": changes["previous"],
         "verdict": changes["verdict"],
+        "history": over_runs,
+        "history_of": history_of,
+        "steps_by_run": steps_by_run(run, runs),
         "references": campaigns.beside(facts, categories, efficiency),
         "missing": missing,
     }
@@ -230,9 +237,9 @@ def _whatif(facts):
     return made + whatif.other_tp(model, tp, batch, context, dram_gb_s, tpot_ms, transfer_us or in_place_us)
 
 
-def _changes(run):
+def _changes(run, runs):
     """Changes against the newest earlier run of the same name that can be compared."""
-    mine, runs = run.manifest, Run.all(run.path.parent)
+    mine = run.manifest
     earlier = [
         other
         for other in runs

@@ -100,7 +100,7 @@ def test_the_spread_comes_from_history(make_run):
     before, after = make_run(10.0, git={"commit": "b"}), make_run(11.0, git={"commit": "c"})
     found = compare.compare_runs([before], [after], [*history, before, after])
     row = found["changes"][0]
-    assert (row["metric"], row["verdict"], row["df"]) == ("tpot_ms at C=1", "worse", 4)
+    assert (row["metric"], row["verdict"], row["df"]) == ("TPOT at C=1", "worse", 4)
     assert row["low_percent"] < 10 < row["high_percent"]
     assert found["verdict"] == "worse"
 
@@ -143,7 +143,7 @@ def test_void_levels_are_left_out(make_run):
         {"concurrency": 16, "tpot_ms_mean": 10.0, "output_tok_s": 999.0, "void": None, "client_limited": True},
     ]
     found = compare.measurements(make_run(10.0, levels=levels))
-    assert found["output_tok_s at best"] == 100.0
+    assert found["best throughput"] == 100.0
     assert not any("C=8" in metric or "C=16" in metric for metric in found)
 
 
@@ -159,7 +159,7 @@ def test_command(make_run, capsys):
     assert main(["compare", before, after, "--fail-over", "5%"]) == 3
     text = capsys.readouterr().out
     assert "verdict: worse" in text or "verdict: mixed" in text
-    assert "* tpot_ms at C=1: 10 to 12 (+20.0 %, " in text
+    assert "* TPOT at C=1: 10 to 12 ms (+20.0 %, " in text
     assert main(["compare", before, after, "--fail-over", "25%", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert (result["schema"], result["comparable"], result["worse_beyond"]) == ("k25.compare/1", True, [])

@@ -178,3 +178,32 @@ def test_published_campaigns():
     assert sum(kimi["by_operation"].values()) == pytest.approx(21.68)
     assert sum(kimi["by_role"].values()) == pytest.approx(21.70)
     assert (glm["shares"]["dtype_cast"], glm["headline"]["dram_efficiency_percent"]) == (69, 3.4)
+
+
+def test_history_of_comparable_runs(make_run):
+    days = [(8.7, "2026-01-01"), (8.6, "2026-01-02"), (8.65, "2026-01-03")]
+    tables = {"steps": STEPS, "breakdown": BREAKDOWN}
+    for tpot_ms, day in days:
+        make_run(tables | {"levels": [LEVELS[0] | {"tpot_ms_mean": tpot_ms}]}, **GPU, created=day)
+    other = GPU | {"environment": {"gpus": [{"name": "NVIDIA L40S"}]}}
+    make_run(tables | {"levels": LEVELS}, **other, created="2026-01-04")
+    newer = GPU | {"environment": GPU["environment"] | {"vllm_version": "0.33"}}
+    run = make_run(tables | {"levels": LEVELS}, **newer)
+    found = plain(summarise(run))
+    assert [row["value"] for row in found["history"]] == [8.7, 8.6, 8.65, 8.64]
+    assert found["history"][-1] == {
+        "run": run.path.name, "value": 8.64, "low": 8.6, "high": 8.7, "changed": "vllm_version: None to 0.33"
+    }  # fmt: skip
+    assert (found["history_of"]["title"], found["history_of"]["unit"]) == ("TPOT at C=1 over the runs", "ms")
+    assert found["history_of"]["band"] == pytest.approx([8.65 - 0.248, 8.65 + 0.248], abs=0.01)
+    steps = [row for row in found["steps_by_run"] if row["step"] == run.path.name]
+    assert {row["category"]: row["ms"] for row in steps} == {**CATEGORIES, "idle": pytest.approx(8.7 - 7.41)}
+    assert len({row["step"] for row in found["steps_by_run"]}) == 4
+
+
+def test_a_damaged_neighbour_does_not_stop_the_findings(make_run):
+    for number, damage in enumerate(("manifest.json", "levels.parquet")):
+        neighbour = make_run({"levels": LEVELS}, **GPU, created=f"2026-01-0{number + 1}")
+        (neighbour.path / damage).write_text("{")
+    found = summarise(make_run({"levels": LEVELS}, **GPU))
+    assert "what changed: there is no earlier run" in found["missing"]
