@@ -28,7 +28,7 @@ def add(commands):
 
 def run_compare(args):
     """Print the comparison; exit code 3 where B is worse beyond --fail-over, 1 where nothing can be compared."""
-    from k25lib.findings.compare import compare_runs, worse_beyond
+    from k25lib.findings.compare import compare_runs, readable, worse_beyond
     from k25lib.run import Run
 
     limit = _fraction(args.fail_over) if args.fail_over else None
@@ -37,7 +37,7 @@ def run_compare(args):
         raise UsageError("compare takes two runs, A and B")
     if {run.path for run in before} & {run.path for run in after}:
         raise UsageError("compare takes different runs: a run is on both sides")
-    result = compare_runs(before, after, history=Run.all())
+    result = compare_runs(before, after, history=readable(Run.all()))
     failed = worse_beyond(result["changes"], limit) if limit is not None else []
     names = [[run.path.name for run in side] for side in (before, after)]
     result = {"schema": "k25.compare/1", "before": names[0], "after": names[1], **result}

@@ -14,8 +14,6 @@ CONFIDENCE = 0.95
 POWER = 0.8
 LEAST = 0.01  # a change under 1 % is the same, however surely it is there
 
-HIGHER_IS_BETTER = ("output_tok_s",)  # a metric's first word; all others are better when lower
-
 
 @dataclass(frozen=True)
 class Spread:
@@ -81,47 +79,63 @@ def restarts_for(spread, wanted):
     return next((n for n in range(1, 101) if smallest_visible(spread, n, n) <= wanted), None)
 
 
-def measurements(run):
-    """{metric: value} of one run, each a mean over one restart of the server, from its tables; headlines come first.
-
-    Levels that are void (served from the prefix cache) or where the client was the limit are left out.
-    """
-    levels = [
-        row for row in run.table("levels").to_dict("records") if not (_yes(row, "void") or _yes(row, "client_limited"))
+def usable_levels(run):
+    """The closed-loop levels of a run that may be used: not void (prefix cache), the client not the limit."""
+    return [
+        row
+        for row in run.table("levels").to_dict("records")
+        if number(row.get("concurrency")) and not (_yes(row, "void") or _yes(row, "client_limited"))
     ]
-    closed = [row for row in levels if _number(row.get("concurrency"))]
+
+
+def measurements(run):
+    """{metric: value} of one run, each a mean over one restart of the server, from its tables; headlines come first."""
+    closed = usable_levels(run)
     found = {}
     if closed:
         first = min(closed, key=lambda row: row["concurrency"])
-        best = max((v for row in closed if (v := _number(row.get("output_tok_s")))), default=None)
-        found[f"tpot_ms at C={first['concurrency']:g}"] = _number(first.get("tpot_ms_mean"))
-        found["output_tok_s at best"] = best
+        best = max((v for row in closed if (v := number(row.get("output_tok_s")))), default=None)
+        found[f"TPOT at C={first['concurrency']:g}"] = number(first.get("tpot_ms_mean"))
+        found["best throughput"] = best
     steps = run.table("steps")
     for row in steps.to_dict("records") if {"batch", "rank"} <= set(steps) else []:
         if str(row["batch"]) == "all" and row["rank"] == steps["rank"].min():
-            found[f"step_ms of {row.get('capture')}"] = _number(row.get("interval_ms")) or _number(row.get("span_ms"))
+            found[f"decode step of {row.get('capture')}"] = number(row.get("interval_ms")) or number(row.get("span_ms"))
     for row in closed:
-        for name, column in (("tpot_ms", "tpot_ms_mean"), ("ttft_ms", "ttft_ms_p50"), ("output_tok_s", "output_tok_s")):
-            found.setdefault(f"{name} at C={row['concurrency']:g}", _number(row.get(column)))
+        names = (("TPOT", "tpot_ms_mean"), ("median TTFT", "ttft_ms_p50"), ("throughput", "output_tok_s"))
+        for name, column in names:
+            found.setdefault(f"{name} at C={row['concurrency']:g}", number(row.get(column)))
     return {metric: value for metric, value in found.items() if value and value > 0}
+
+
+def readable(runs):
+    """The runs whose manifest and levels can be read: a damaged neighbour does not stop the others' findings."""
+    whole = []
+    for run in runs:
+        try:
+            if isinstance(run.manifest, dict):
+                measurements(run)
+                whole.append(run)
+        except (ValueError, OSError, KeyError, TypeError):
+            continue
+    return whole
 
 
 def identity(run):
     """What must be equal for two runs to be compared: {what: value}, of what is known."""
     manifest = run.manifest
     server, environment = manifest.get("server") or {}, manifest.get("environment") or {}
-    settings = manifest.get("settings") or {}
-    macro = {**(settings.get("macro") or {})}
-    if server.get("kind") == "embedded":
-        macro |= (settings.get("embedded") or {}).get("macro") or {}
+    load = manifest.get("macro") or {}
+    told = load.get("settings") or {}
     gpus = [gpu.get("name") for gpu in environment.get("gpus") or []]
     known = {
         "model": server.get("model") or environment.get("model"),
         "tensor parallel": server.get("tp"),
         "hardware": ", ".join(map(str, gpus)) or environment.get("cpu"),
-        "input tokens": macro.get("input_tokens"),
-        "output tokens": macro.get("output_tokens"),
-        "method": manifest.get("method"),
+        "input tokens": told.get("input_tokens"),
+        "output tokens": told.get("output_tokens"),
+        "API": told.get("api"),
+        "method of the load": load.get("method"),
     }
     return {what: value for what, value in known.items() if value not in (None, "", {})}
 
@@ -145,6 +159,16 @@ def environment_differences(before, after):
     ]
 
 
+def unit(metric):
+    """The unit of a metric of `measurements`: tok/s, where more is better, or ms, where less is."""
+    return "tok/s" if "throughput" in metric else "ms"
+
+
+def number(value):
+    """A cell as a float; None for what is no finite number."""
+    return float(value) if isinstance(value, (int, float, np.number)) and np.isfinite(value) else None
+
+
 def compare_runs(before, after, history=()):
     """Compare runs: `before` and `after` are lists of Run, each a restart of one configuration.
 
@@ -160,15 +184,15 @@ def compare_runs(before, after, history=()):
     like = [run for run in history if run.path not in own and not obstacles(identities[0], identity(run))]
     groups = [*sides, *_grouped(like)]
     metrics = [m for m in sides[0][0] if all(m in values for side in sides for values in side)] if not reasons else []
-    headlines = [metric for metric in metrics if metric.startswith("step_ms")] + metrics[:2]
+    headlines = [metric for metric in metrics if metric.startswith("decode step")] + metrics[:2]
     rows = []
     for metric in metrics:
         spread = pooled_spread([[v[metric] for v in group if metric in v] for group in groups])
         one, two = ([values[metric] for values in side] for side in sides)
         headline = metric in headlines
-        lower = not metric.startswith(HIGHER_IS_BETTER)
+        lower = unit(metric) == "ms"
         confidence = 1 - (1 - CONFIDENCE) / len(headlines) if headline else CONFIDENCE
-        row = {"metric": metric, "before": float(np.mean(one)), "after": float(np.mean(two))}
+        row = {"metric": metric, "unit": unit(metric), "before": float(np.mean(one)), "after": float(np.mean(two))}
         row |= change(one, two, spread, lower, confidence)
         row |= {"headline": headline, "lower_is_better": lower, "df": spread.df if spread else 0}
         rows.append(row | {"text": sentence(row)})
@@ -192,7 +216,7 @@ def overall(rows):
 
 def sentence(row):
     """One comparison in words, with its interval and, for no change, what would have been seen."""
-    said = f"{row['metric']}: {row['before']:.4g} to {row['after']:.4g} ({row['change_percent']:+.1f} %"
+    said = f"{row['metric']}: {row['before']:.4g} to {row['after']:.4g} {row['unit']} ({row['change_percent']:+.1f} %"
     if row["low_percent"] is None:
         return f"{said}), unclear: the spread between restarts is unknown until a configuration was run twice"
     said += f", {row['low_percent']:+.1f} to {row['high_percent']:+.1f} %): "
@@ -225,10 +249,6 @@ def _grouped(runs):
 
 def _percent(log_change):
     return 100 * float(np.expm1(log_change))
-
-
-def _number(value):
-    return float(value) if isinstance(value, (int, float, np.number)) and np.isfinite(value) else None
 
 
 def _yes(row, column):

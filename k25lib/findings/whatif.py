@@ -146,11 +146,12 @@ def speculative(model, tp, batch, context, dram_gb_s, tpot_ms, drafts=3, accepta
             tokens = (1 - rate ** (drafts + 1)) / (1 - rate) if rate < 1 else drafts + 1
             step_ms = tpot_ms + extra_ms + drafts * share * tpot_ms
             said = (
-                f"{drafts} drafts, {100 * rate:.0f} % accepted, each {100 * share:.0f} % of a step to draft; "
+                f"{100 * rate:.0f} % accepted, each draft takes {100 * share:.0f} % of a step, "
                 f"verifying reads {extra_ms:.2f} ms more experts"
             )
             cases.append((said, tpot_ms - step_ms / tokens))
-    return _range("speculative decoding", cases, tpot_ms)
+    rates = " to ".join(f"{100 * rate:.0f}" for rate in sorted({min(acceptance), max(acceptance)}))
+    return _range(f"speculative decoding ({drafts} drafts, {rates} % accepted)", cases, tpot_ms)
 
 
 def other_tp(model, tp, batch, context, dram_gb_s, tpot_ms, allreduce_us=None):

@@ -100,7 +100,7 @@ def test_the_spread_comes_from_history(make_run):
     before, after = make_run(10.0, git={"commit": "b"}), make_run(11.0, git={"commit": "c"})
     found = compare.compare_runs([before], [after], [*history, before, after])
     row = found["changes"][0]
-    assert (row["metric"], row["verdict"], row["df"]) == ("tpot_ms at C=1", "worse", 4)
+    assert (row["metric"], row["verdict"], row["df"]) == ("TPOT at C=1", "worse", 4)
     assert row["low_percent"] < 10 < row["high_percent"]
     assert found["verdict"] == "worse"
 
@@ -117,13 +117,13 @@ def test_runs_of_other_hardware_lend_no_spread(make_run):
         ({"server": {**SERVER, "model": "glm"}}, "model differs: kimi against glm"),
         ({"server": {**SERVER, "tp": 4}}, "tensor parallel differs: 8 against 4"),
         ({"environment": {"gpus": [{"name": "NVIDIA L40S"}]}}, "hardware differs: NVIDIA H200 against NVIDIA L40S"),
-        ({"settings": {"macro": {"input_tokens": 64}}}, "input tokens differs: 128 against 64"),
-        ({"method": {"load": "2"}}, "method differs"),
+        ({"macro": {"settings": {"input_tokens": 64}, "method": 1}}, "input tokens differs: 128 against 64"),
+        ({"macro": {"settings": {"input_tokens": 128}, "method": 2}}, "method of the load differs: 1 against 2"),
     ],
 )
 def test_runs_that_cannot_be_compared_say_why(make_run, manifest, reason):
-    before = make_run(10.0, settings={"macro": {"input_tokens": 128}}, method={"load": "1"})
-    after = make_run(10.0, **{"settings": {"macro": {"input_tokens": 128}}, "method": {"load": "1"}, **manifest})
+    macro = {"settings": {"input_tokens": 128}, "method": 1}
+    before, after = make_run(10.0, macro=macro), make_run(10.0, **{"macro": macro, **manifest})
     found = compare.compare_runs([before], [after])
     assert not found["comparable"]
     assert reason in found["obstacles"][0]
@@ -143,7 +143,7 @@ def test_void_levels_are_left_out(make_run):
         {"concurrency": 16, "tpot_ms_mean": 10.0, "output_tok_s": 999.0, "void": None, "client_limited": True},
     ]
     found = compare.measurements(make_run(10.0, levels=levels))
-    assert found["output_tok_s at best"] == 100.0
+    assert found["best throughput"] == 100.0
     assert not any("C=8" in metric or "C=16" in metric for metric in found)
 
 
@@ -159,7 +159,7 @@ def test_command(make_run, capsys):
     assert main(["compare", before, after, "--fail-over", "5%"]) == 3
     text = capsys.readouterr().out
     assert "verdict: worse" in text or "verdict: mixed" in text
-    assert "* tpot_ms at C=1: 10 to 12 (+20.0 %, " in text
+    assert "* TPOT at C=1: 10 to 12 ms (+20.0 %, " in text
     assert main(["compare", before, after, "--fail-over", "25%", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert (result["schema"], result["comparable"], result["worse_beyond"]) == ("k25.compare/1", True, [])

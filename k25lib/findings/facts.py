@@ -1,0 +1,183 @@
+"""What a run knows, gathered from its tables for the findings; what is not there is None and told in `missing`."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pandas as pd
+
+from k25lib import hardware
+from k25lib.errors import K25Error
+from k25lib.model import load_model
+
+from .compare import number, usable_levels
+
+
+@dataclass
+class Facts:
+    """One run in numbers: the first level (single stream), one capture near it, the model's step, the device."""
+
+    level: dict | None = None
+    best: dict | None = None
+    plateau: dict = field(default_factory=dict)
+    capture: str = ""
+    batch: str = ""
+    is_cpu: bool = True
+    step: dict | None = None  # of the trace: kernel_sum_ms, busy_ms, span_ms, interval_ms
+    categories: dict = field(default_factory=dict)  # category -> {"ms", "calls", "exposed_ms"}
+    communication: dict | None = None  # AllReduce over paired ranks: wait_ms, transfer_ms, calls
+    model: object = None
+    shape: object = None  # the model's Step for this run: tp, batch, context
+    device: hardware.Hardware | None = None
+    achievable_gb_s: float | None = None
+    gemm_ms: float | None = None  # micro: sum over the step of cold GEMMs
+    burst_us: float | None = None
+    alltoall_us: float | None = None
+    link_us: float | None = None  # the part of one AllReduce that grows with its size: S/B
+    allreduces: dict = field(default_factory=dict)  # other measured AllReduces: name -> us a call
+    missing: list = field(default_factory=list)
+
+    @property
+    def tpot_ms(self):
+        """The client's single-stream TPOT, ms, or None."""
+        return self.level and number(self.level.get("tpot_ms_mean"))
+
+
+def gather(run):
+    """The Facts of a run; never raises for a table that is missing or short."""
+    facts, manifest = Facts(), run.manifest
+    _load(facts, run, manifest)
+    gather_trace(facts, run, manifest)
+    _model(facts, run, manifest)
+    _micro(facts, run)
+    _device(facts, run, manifest)
+    return facts
+
+
+def _load(facts, run, manifest):
+    levels = usable_levels(run)
+    if not levels:
+        facts.missing.append("TPOT and throughput: no usable level of load")
+        return
+    facts.level = min(levels, key=lambda row: row["concurrency"])
+    facts.best = max(levels, key=lambda row: number(row.get("output_tok_s")) or 0)
+    facts.plateau = (manifest.get("macro") or {}).get("plateau") or {}
+
+
+def gather_trace(facts, run, manifest):
+    """Add what the trace of the capture nearest to a single stream says: step, categories, communication."""
+    steps, records = run.table("steps"), manifest.get("captures") or {}
+    environment = manifest.get("environment") or {}
+    facts.is_cpu = not environment.get("gpus")
+    if not {"capture", "batch", "rank", "kernel_sum_ms"} <= set(steps):
+        facts.missing.append("the parts of a decode step: no breakdown of a trace")
+        return
+    if "kind" in steps:
+        facts.is_cpu = "cpu" in set(steps["kind"])
+    wanted = facts.level["concurrency"] if facts.level else 1
+    names = list(dict.fromkeys(steps["capture"]))
+    facts.capture = min(names, key=lambda name: abs((records.get(name) or {}).get("concurrency", 1) - wanted))
+    rows = steps[(steps["capture"] == facts.capture) & (steps["rank"] == steps["rank"].min())]
+    batches = [str(batch) for batch in rows["batch"]]
+    facts.batch = f"{wanted:g}" if f"{wanted:g}" in batches else "all"
+    chosen = rows[rows["batch"].astype(str) == facts.batch]
+    if chosen.empty:
+        facts.missing.append(f"the parts of a decode step: capture {facts.capture} has no decode step")
+        return
+    facts.step = {key: _plain(value) for key, value in chosen.iloc[0].items()}
+    facts.categories = _categories(run.table("breakdown"), facts, chosen.iloc[0]["rank"])
+    facts.communication = _communication(run.table("waits"), facts)
+
+
+def _categories(table, facts, rank):
+    if not {"capture", "batch", "rank", "category", "ms"} <= set(table):
+        return {}
+    rows = table[
+        (table["capture"] == facts.capture) & (table["rank"] == rank) & (table["batch"].astype(str) == facts.batch)
+    ]
+    for column in ("group", "grouping"):  # one table may hold several groupings; `fine` is the one that all come from
+        if column in rows:
+            rows = rows[rows[column] == "fine"]
+    columns = [name for name in ("ms", "calls", "exposed_ms") if name in rows]
+    return {row["category"]: {name: number(row[name]) for name in columns} for row in rows.to_dict("records")}
+
+
+def _communication(table, facts):
+    if not {"capture", "op", "wait_ms", "transfer_ms"} <= set(table):
+        return None
+    rows = table[table["capture"] == facts.capture]
+    return (
+        {key: float(rows[key].sum()) for key in ("wait_ms", "transfer_ms", "calls") if key in rows}
+        if len(rows)
+        else None
+    )
+
+
+def _model(facts, run, manifest):
+    server, flags = manifest.get("server") or {}, (manifest.get("environment") or {}).get("flags") or {}
+    paths = [run.path / "config.json", *([Path(server["config"])] if server.get("config") else [])]
+    path = next((p for p in paths if p.exists()), None)
+    if path is None:
+        facts.missing.append("the bandwidth bound: the model's config.json is not known (set server.config)")
+        return
+    overrides = flags.get("hf_overrides")
+    overrides = overrides.get("text_config", overrides) if isinstance(overrides, dict) else None
+    load = (manifest.get("macro") or {}).get("settings") or {}
+    context = round((load.get("input_tokens") or 0) + (load.get("output_tokens") or 0) / 2)
+    batch = int(facts.level["concurrency"]) if facts.level else 1
+    try:
+        facts.model = load_model(path, overrides)
+        facts.shape = facts.model.step(tp=server.get("tp") or 1, batch=batch, context=context)
+    except K25Error as error:
+        facts.missing.append(f"the bandwidth bound: {error}")
+
+
+def _micro(facts, run):
+    gemm, collectives = run.table("gemm"), run.table("collectives")
+    if {"status", "m", "calls_per_step", "time_us_median"} <= set(gemm) and facts.shape:
+        rows = gemm[(gemm["status"] == "ok") & (gemm["m"] == facts.shape.batch)]
+        rows = rows[rows["state"] == "cold"] if "state" in rows else rows
+        rows = rows.drop_duplicates("name")
+        if {g["name"] for g in facts.shape.gemms} <= set(rows["name"]):
+            facts.gemm_ms = float((rows["calls_per_step"] * rows["time_us_median"]).sum() / 1e3)
+    if not ({"status", "op", "bytes", "backend", "time_us_median"} <= set(collectives) and facts.shape):
+        return
+    if "comparable" in collectives:
+        collectives = collectives[collectives["comparable"] == True]  # noqa: E712 (a column of bool or None)
+    size = next((c["bytes"] for c in facts.shape.collectives if c["op"] == "allreduce"), None)
+    rows = collectives[(collectives["status"] == "ok") & (collectives["bytes"] == size)]
+    if rows.empty:
+        facts.missing.append("prices of collectives: none was measured on this hardware at the model's message size")
+        return
+    purpose = rows["purpose"] if "purpose" in rows else pd.Series("burst", index=rows.index)
+    sized = collectives[(collectives["status"] == "ok") & (collectives["op"] == "allreduce")]
+    largest = sized.loc[sized["bytes"].idxmax()]
+    facts.link_us = float(size * largest["time_us_median"] / largest["bytes"]) if largest["bytes"] > size else None
+    allreduce = rows[(rows["op"] == "allreduce") & purpose.isin(["burst", "variant"])]
+    for row in allreduce.to_dict("records"):
+        environment = row.get("environment")
+        setting = "" if environment in (None, "", "{}") else f" {environment}"
+        name = f"{row['backend']} {row.get('mode', '')}{setting}".strip()
+        facts.allreduces[name] = float(row["time_us_median"])
+    facts.burst_us = min(
+        (us for name, us in facts.allreduces.items() if name in ("nccl graph", "nccl eager")), default=None
+    )
+    alltoall = rows[rows["op"] == "alltoall"]
+    facts.alltoall_us = float(alltoall["time_us_median"].min()) if len(alltoall) else None
+
+
+def _device(facts, run, manifest):
+    gemm = run.table("gemm")
+    measured = {name: number(gemm[name].dropna().max()) for name in ("achievable_gb_s", "peak_gb_s") if name in gemm}
+    facts.achievable_gb_s = measured.get("achievable_gb_s")
+    gpus = (manifest.get("environment") or {}).get("gpus") or []
+    name = (gpus[0].get("name") if isinstance(gpus[0], dict) else str(gpus[0])) if gpus else ""
+    facts.device = hardware.find(name or "")
+    if facts.device is None and measured.get("peak_gb_s"):
+        name = name or (manifest.get("environment") or {}).get("cpu") or "this device"
+        facts.device = hardware.Hardware(name, measured["peak_gb_s"], source="measured by 03_micro_gemm", measured=True)
+    if facts.device is None:
+        facts.missing.append(f"the bandwidth bound: no peak bandwidth is known for {name or 'this machine'}")
+
+
+def _plain(value):
+    return value if isinstance(value, str) else number(value)

@@ -1,0 +1,259 @@
+"""Page 1 of the report: the number, what dominates, what next; each said from tables that exist, or what is missing."""
+
+from k25lib.run import Run
+
+from . import campaigns, closure, compare, whatif
+from .efficiency import dram_efficiency
+from .facts import gather
+from .history import history, steps_by_run
+
+CHANGE_COLUMNS = ("metric", "unit", "before", "after", "change_percent", "low_percent", "high_percent", "verdict")
+PART_OF = {  # a part of the waterfall in words that a sentence can use
+    "GEMMs above reading the weights": "GEMMs beyond the time that reading their weights takes",
+    "attention above reading the KV cache": "attention",
+    "communication: transfer": "communication (transfer)",
+    "communication: waiting for other ranks": "waiting for other ranks",
+    "idle within the step": "idle time within the step",
+    "between steps": "the time between steps",
+}
+
+
+def summarise(run):
+    """The findings of a run as a dict of plain values for the report.
+
+    sentences (three), headlines (rows name, value, low, high, unit, source), closure (the waterfall), contradictions,
+    next (bottlenecks in order), whatif (ranges), micro (timed alone against the trace), efficiency, changes (rows
+    against the run `previous`, with `verdict`), history, history_of and steps_by_run (over comparable runs),
+    references (other campaigns), missing (what could not be said, and why).
+    """
+    facts = gather(run)
+    missing = list(facts.missing)
+    categories = {name: value["ms"] for name, value in facts.categories.items() if value["ms"] is not None}
+    efficiency = _efficiency(facts)
+    bounds = _bounds(facts)
+    parts, impossible = [], []
+    if facts.step and categories:
+        total_ms = facts.tpot_ms or facts.step.get("interval_ms") or facts.step["span_ms"]
+        waiting = facts.communication and facts.communication["wait_ms"]
+        parts = closure.waterfall(total_ms, facts.step, categories, *bounds, waiting)
+        impossible = closure.contradictions(total_ms, facts.step, categories, *bounds) if facts.tpot_ms else []
+        impossible += _census(run, facts)
+    runs = compare.readable(Run.all(run.path.parent))
+    changes = _changes(run, runs)
+    helps = _whatif(facts) if not facts.is_cpu else []
+    if facts.is_cpu:
+        missing.append("what would help: not computed for a CPU, whose operators say nothing of a GPU's")
+    missing += changes["missing"]
+    over_runs, history_of = history(run, runs)
+    return {
+        "sentences": [
+            _number(facts),
+            _dominates(facts, categories, efficiency),
+            _next(facts, parts, categories, helps),
+        ],
+        "headlines": _headlines(facts, efficiency),
+        "closure": [row | {"percent": 100 * row["ms"] / parts[-1]["ms"]} for row in parts],
+        "contradictions": impossible,
+        "next": whatif.next_bottlenecks(categories, None if facts.is_cpu else facts.tpot_ms),
+        "whatif": [{k: v for k, v in row.items() if k not in ("cases", "text")} for row in helps],
+        "micro": _micro(facts, categories),
+        "efficiency": efficiency,
+        "changes": changes["rows"],
+        "previous": changes["previous"],
+        "verdict": changes["verdict"],
+        "history": over_runs,
+        "history_of": history_of,
+        "steps_by_run": steps_by_run(run, runs),
+        "references": campaigns.beside(facts, categories, efficiency),
+        "missing": missing,
+    }
+
+
+def _bounds(facts):
+    """(weight, KV) bounds in ms at the device's peak, or (None, 0)."""
+    if facts.shape is None or facts.device is None or facts.is_cpu:
+        return None, 0.0
+    return facts.shape.weight_bytes / facts.device.dram_gb_s / 1e6, facts.shape.kv_bytes / facts.device.dram_gb_s / 1e6
+
+
+def _efficiency(facts):
+    if facts.shape is None or facts.device is None or not facts.tpot_ms:
+        return None
+    return dram_efficiency(facts.shape, facts.tpot_ms, facts.device, facts.achievable_gb_s)
+
+
+def _number(facts):
+    if facts.level is None:
+        return "The number is missing: no load was measured, so neither TPOT nor throughput is known."
+    level, best = facts.level, facts.best
+    said = f"One token takes {_ms(level, 'tpot_ms')} at concurrency {level['concurrency']:g} (TPOT)"
+    if best is not level:
+        said += f"; the most throughput is {best['output_tok_s']:,.0f} tok/s, at concurrency {best['concurrency']:g}"
+    verdict = facts.plateau.get("verdict")
+    if verdict == "plateau":
+        said += f" (plateau from {facts.plateau.get('concurrency')})"
+    elif verdict:
+        said += f" ({verdict})"
+    return said + ("; measured on a CPU, it says nothing of a GPU." if facts.is_cpu else ".")
+
+
+def _ms(row, name):
+    value, low, high = (compare.number(row.get(f"{name}_{what}")) for what in ("mean", "low", "high"))
+    if value is None:
+        return "an unknown time"
+    return f"{value:.2f} ms" + (f" (95 %: {low:.2f} to {high:.2f})" if low is not None and high is not None else "")
+
+
+def _dominates(facts, categories, efficiency):
+    if not categories:
+        return "What dominates is not known: there is no breakdown of a decode step."
+    (first, ms), *rest = sorted(categories.items(), key=lambda pair: -pair[1])
+    total = sum(categories.values())
+    what = "operators' own CPU time (CPU operators, no GPU kernels)" if facts.is_cpu else "kernel time"
+    said = (
+        f"{_readable(first)} dominates the decode step: {ms:.2f} of {total:.2f} ms of {what} ({100 * ms / total:.0f} %)"
+    )
+    said += f", in capture {facts.capture}, batch {facts.batch}"
+    if rest:
+        said += f"; then {_readable(rest[0][0], False)} ({100 * rest[0][1] / total:.0f} %)"
+    if facts.communication and not facts.is_cpu:
+        wait, transfer = facts.communication["wait_ms"], facts.communication["transfer_ms"]
+        said += f"; communication is {transfer:.2f} ms of transfer and {wait:.2f} ms of waiting for other ranks"
+    if efficiency and not facts.is_cpu:
+        said += f". {efficiency['text']}"
+    return said + "."
+
+
+def _next(facts, parts, categories, helps):
+    if not parts:
+        return "What next is not known: without a breakdown there is no ceiling."
+    if facts.is_cpu:
+        (first, ms), *rest = sorted(categories.items(), key=lambda pair: -pair[1])
+        after = f"; after it comes {_readable(rest[0][0], False)} ({rest[0][1]:.2f} ms)" if rest else ""
+        return f"Next, on this CPU only: {_readable(first, False)}, with a ceiling of {ms:.2f} ms a step{after}."
+    total = parts[-1]["ms"]
+    order = sorted((row for row in parts if row["kind"] == "part"), key=lambda row: -row["ms"])[:2]
+    names = [PART_OF.get(row["part"], row["part"]) for row in order]
+    said = f"Next: {names[0]}, with a ceiling of {order[0]['ms']:.2f} ms ({100 * order[0]['ms'] / total:.0f} % of TPOT)"
+    said += f"; once it is gone, {names[1]} ({order[1]['ms']:.2f} ms)"
+    sure = [row for row in helps if row["low_ms"] > 0]
+    if sure:
+        best = max(sure, key=lambda row: row["low_ms"])
+        said += (
+            f". Of the changes that were weighed, {best['change']} gives most in the worst case: "
+            f"{best['low_ms']:.2f} to {best['high_ms']:.2f} ms"
+        )
+    return said + "."
+
+
+def _readable(category, start=True):
+    words = {"allreduce_nccl": "AllReduce (NCCL)", "allreduce_custom": "AllReduce (custom)", "allreduce": "AllReduce"}
+    text = words.get(category) or category.replace("_", " ").replace("moe", "MoE").replace("gemm", "GEMM")
+    return text[:1].upper() + text[1:] if start else text
+
+
+def _headlines(facts, efficiency):
+    rows = []
+
+    def add(name, value, unit, source, low=None, high=None):
+        if value is not None:
+            rows.append({"name": name, "value": value, "low": low, "high": high, "unit": unit, "source": source})
+
+    if facts.level:
+        get = facts.level.get
+        bounds = compare.number(get("tpot_ms_low")), compare.number(get("tpot_ms_high"))
+        at = f"C={facts.level['concurrency']:g}"
+        add(f"TPOT at {at}", facts.tpot_ms, "ms", "levels", *bounds)
+        add(f"TTFT at {at}, median", compare.number(get("ttft_ms_p50")), "ms", "levels")
+        at = f"C={facts.best['concurrency']:g}"
+        add(f"most throughput, at {at}", compare.number(facts.best.get("output_tok_s")), "tok/s", "levels")
+    if facts.step:
+        kind = "CPU operators" if facts.is_cpu else "kernels"
+        source = f"steps, capture {facts.capture}, batch {facts.batch}"
+        add("decode step in the trace", facts.step.get("interval_ms") or facts.step["span_ms"], "ms", source)
+        add(f"{kind}, summed over the step", facts.step["kernel_sum_ms"], "ms", source)
+    if efficiency:
+        name = "DRAM efficiency" + (" (CPU)" if facts.is_cpu else "")
+        add(name, efficiency["percent"], "%", efficiency["text"].split(": ", 1)[1])
+    return rows
+
+
+def _micro(facts, categories):
+    """GEMMs and collectives, timed alone, against the trace: rows {"part", "micro_ms", "trace_ms"}, ms of a step."""
+    rows, calls = [], facts.shape.burst_calls if facts.shape else 0
+    if facts.gemm_ms is not None:
+        rows.append(("GEMMs, cold", facts.gemm_ms, sum(categories.get(name, 0) for name in closure.GEMMS)))
+    if facts.burst_us and calls:
+        communication = sum(categories.get(name, 0) for name in closure.COMMUNICATION)
+        rows.append((f"{calls} AllReduces at the burst price", calls * facts.burst_us / 1e3, communication))
+    return [{"part": part, "micro_ms": micro, "trace_ms": trace or None} for part, micro, trace in rows]
+
+
+def _census(run, facts):
+    """Counted calls that differ from what the model's shape predicts, as rows like those of `contradictions`."""
+    table, found = run.table("census"), []
+    if not {"capture", "operation", "expected", "counted"} <= set(table):
+        return found
+    for row in table[table["capture"] == facts.capture].drop_duplicates("operation").to_dict("records"):
+        expected, counted = compare.number(row["expected"]), compare.number(row["counted"])
+        if expected and counted is not None and abs(expected - counted) > closure.ROUNDING:
+            found.append(
+                {
+                    "finding": "calls that the model does not predict",
+                    "detail": f"{row['operation']}: {counted:g} a step, expected {expected:g}",
+                    "follows": "prefill among the decode steps, another parallelism, or a kernel in a wrong category",
+                }
+            )
+    return found
+
+
+def _whatif(facts):
+    tpot_ms, made = facts.tpot_ms, []
+    if not tpot_ms:
+        return made
+    allreduce = [v for name, v in facts.categories.items() if name.startswith("allreduce") and v.get("calls")]
+    calls = sum(value["calls"] for value in allreduce)
+    in_place_us = 1e3 * sum(value["ms"] for value in allreduce) / calls if calls else None
+    pair = facts.communication or {}
+    transfer_us = 1e3 * pair["transfer_ms"] / pair["calls"] if pair.get("calls") else None
+    if in_place_us and facts.allreduces:
+        made.append(whatif.other_allreduce(calls, in_place_us, facts.allreduces, tpot_ms, transfer_us))
+    if in_place_us:
+        whole_us = transfer_us if transfer_us is not None else in_place_us
+        made.append(whatif.faster_link(calls, whole_us, min(facts.link_us or 0.0, whole_us), 2, tpot_ms))
+    casts = facts.categories.get("dtype_cast") or {}
+    if casts.get("ms"):
+        exposed = casts.get("exposed_ms")
+        made.append(whatif.no_casts(casts["ms"], exposed if exposed is not None else 0.0, tpot_ms))
+    if facts.shape is None or facts.device is None:
+        return made
+    model, tp, batch, context = facts.model, facts.shape.tp, facts.shape.batch, facts.shape.context
+    dram_gb_s = facts.device.dram_gb_s
+    prices = {"in place": in_place_us, "transfer alone": transfer_us, "in a burst": facts.burst_us}
+    prices = {name: us for name, us in prices.items() if us}
+    if tp > 1 and model.shape.moe_layers and prices and facts.alltoall_us:
+        made.append(whatif.expert_parallel(model, tp, batch, prices, facts.alltoall_us, dram_gb_s, tpot_ms))
+    made.append(whatif.speculative(model, tp, batch, context, dram_gb_s, tpot_ms))
+    return made + whatif.other_tp(model, tp, batch, context, dram_gb_s, tpot_ms, transfer_us or in_place_us)
+
+
+def _changes(run, runs):
+    """Changes against the newest earlier run of the same name that can be compared."""
+    mine = run.manifest
+    earlier = [
+        other
+        for other in runs
+        if other.manifest.get("name") == mine.get("name")
+        and str(other.manifest.get("created")) < str(mine.get("created"))
+    ]
+    empty = {"rows": [], "previous": "", "verdict": "", "missing": []}
+    reasons = []
+    for other in sorted(earlier, key=lambda r: str(r.manifest["created"]), reverse=True):
+        found = compare.compare_runs([other], [run], runs)
+        if found["comparable"]:
+            columns = (*CHANGE_COLUMNS, "smallest_visible_percent")
+            rows = [{name: row[name] for name in columns} for row in found["changes"]]
+            return empty | {"rows": rows, "previous": other.path.name, "verdict": found["verdict"]}
+        reasons += [reason for reason in found["obstacles"] if reason not in reasons]
+    why = f"{len(earlier)} earlier, none comparable: {'; '.join(reasons[:3])}" if earlier else "there is no earlier run"
+    return empty | {"missing": [f"what changed: {why}"]}
