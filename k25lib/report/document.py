@@ -54,15 +54,8 @@ def _findings(found):
     ]
     if headlines:
         blocks.append(_table(["quantity", "value", "interval", "from"], headlines))
-    titles = {
-        "changes": "What changed since the run before",
-        "closure": "The parts against the whole",
-        "whatif": "What would help, and by how much",
-    }
-    for key, title in titles.items():
-        made = tables.table(found.get(key) or [])
-        if made:
-            blocks += [f"### {title}", _data(made)]
+    for made in tables.of_findings(found):
+        blocks += [f"### {made['title']}", _data(made)]
     return blocks
 
 
@@ -73,8 +66,10 @@ def _missing(missing):
 def _plan(phases):
     if not phases:
         return [*_heading("Plan"), "No phase is planned for this run."]
-    rows = [(p["name"], p.get("question"), p.get("state"), p.get("why"), p.get("seconds")) for p in phases]
-    return [*_heading("Plan"), _table(["phase", "question", "state", "why", "time (s)"], rows)]
+    rows = [
+        (p["name"], p.get("question"), p.get("state"), p.get("why"), tables.duration(p.get("seconds"))) for p in phases
+    ]
+    return [*_heading("Plan"), _table(["phase", "question", "state", "why", "time"], rows)]
 
 
 def _result(made, run):

@@ -1,5 +1,6 @@
 """An executed notebook as HTML for the page: code folded, figures handed over as JSON, nothing of it trusted."""
 
+import json
 import re
 from contextlib import suppress
 from html import escape as escape_html
@@ -31,9 +32,9 @@ class _Renderer(IPythonRenderer):
 
     def heading(self, text, level, **attrs):
         words = re.sub(r"<[^>]+>", "", text)
-        anchor = f"{self.section['id']}-{len(self.section['headings']) + 1}"
-        self.section["headings"].append({"level": level, "html": words, "id": anchor})
-        return f'<h{level + 1} id="{anchor}">{text}</h{level + 1}>\n'
+        place_id = f"{self.section['id']}-{len(self.section['headings']) + 1}"
+        self.section["headings"].append({"level": level, "html": words, "id": place_id})
+        return f'<h{level + 1} id="{place_id}">{text}</h{level + 1}>\n'
 
     def image(self, text, url, title=None):
         return super().image(text, url, title) if url.startswith("data:image/") else escape_html(text)
@@ -74,23 +75,19 @@ class _Exporter(HTMLExporter):
     def markdown2html(self, context, source):
         return MarkdownWithMath(renderer=_Renderer(self.section)).render(source)
 
-    def figure(self, json):
-        """Keep the figure; its place in the section and its title for the template."""
-        self.section["figures"].append(escape.figure(json))
-        return {
-            "id": f"{self.section['id']}-figure-{len(self.section['figures'])}",
-            "title": title(json),
-            "height": int((json.get("layout") or {}).get("height") or 450),
-        }
+    def figure(self, plot):
+        """Keep the figure; its place in the page for the template."""
+        self.section["figures"].append(plot)
+        return place(self.section["id"], len(self.section["figures"]), plot)
 
 
 def section(path):
-    """An executed notebook as {"id", "name", "html", "headings", "figures"}; `figures` is plotly JSON, escaped.
+    """An executed notebook as {"id", "name", "html", "headings", "figures"}; `figures` are plotly's JSON.
 
     Raises K25Error for a file that is no notebook.
     """
     name = phase_of(path)
-    made = {"id": _anchor(name), "name": name, "headings": [], "figures": []}
+    made = {"id": anchor(name), "name": name, "headings": [], "figures": []}
     made["html"], _ = _Exporter(made).from_notebook_node(_harmless(read(path)))
     return made
 
@@ -116,7 +113,22 @@ def figures(path):
         for output in cell.get("outputs", [])
         if PLOTLY in output.get("data", {})
     ]
-    return [(f"{_anchor(phase_of(path))}-figure-{n}", title(plot)) for n, plot in enumerate(plots, 1)]
+    return [(f"{anchor(phase_of(path))}-figure-{n}", title(plot)) for n, plot in enumerate(plots, 1)]
+
+
+def json_of(figure):
+    """A plotly Figure as the JSON that a notebook keeps of it."""
+    return json.loads(figure.to_json())
+
+
+def place(section, n, figure):
+    """Where the `n`-th figure of a section goes: {"id", "title", "height" in px}."""
+    height = (figure.get("layout") or {}).get("height")
+    return {
+        "id": f"{section}-figure-{n}",
+        "title": title(figure),
+        "height": height if isinstance(height, int | float) else 450,
+    }
 
 
 def title(figure):
@@ -126,7 +138,8 @@ def title(figure):
     return escape.plain(re.sub(r"<[^>]*>", " ", str(text))) or "figure"
 
 
-def _anchor(name):
+def anchor(name):
+    """A phase's name as the page's anchor."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", name)
 
 

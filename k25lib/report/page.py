@@ -13,7 +13,7 @@ from plotly.offline import get_plotlyjs
 from pygments.formatters import HtmlFormatter
 
 from k25lib.errors import K25Error
-from k25lib.report import escape, notebook, tables
+from k25lib.report import escape, first_page, notebook, tables
 from k25lib.report.file import write_text
 from k25lib.report.overview import overview
 
@@ -27,15 +27,22 @@ def write_page(run, notebooks, target):
     A phase of the run without a notebook gets a section that says why.
     """
     facts = overview(run)
+    facts["phases"] = [{**phase, "id": notebook.anchor(phase["name"])} for phase in facts["phases"]]
     sections = _sections(facts["phases"], notebooks)
-    figures = {f"{s['id']}-figure-{n}": plot for s in sections for n, plot in enumerate(s["figures"], 1)}
+    first = {"id": "summary", "figures": first_page.figures(run, facts["summary"])}
+    figures = {
+        notebook.place(section["id"], n, plot)["id"]: escape.figure(plot)
+        for section in (first, *sections)
+        for n, plot in enumerate(section["figures"], 1)
+    }
     text = (
         environment()
         .get_template("page.html.j2")
         .render(
             facts=facts,
             sections=sections,
-            changes=tables.table(facts["summary"].get("changes") or []),
+            plots=[notebook.place("summary", n, plot) for n, plot in enumerate(first["figures"], 1)],
+            findings=tables.of_findings(facts["summary"]),
             plotly=packed(get_plotlyjs()) if figures else "",
             figures=packed(json.dumps(figures, separators=(",", ":"), allow_nan=False)),
             code_style=Markup(HtmlFormatter(style="default").get_style_defs(".highlight")),
@@ -58,7 +65,12 @@ def environment():
         keep_trailing_newline=True,
         finalize=lambda value: escape.lines(value) if type(value) is str else value,
     )
-    made.filters |= {"cell": tables.cell, "interval": tables.interval, "plain": escape.plain}
+    made.filters |= {
+        "cell": tables.cell,
+        "interval": tables.interval,
+        "plain": escape.plain,
+        "duration": tables.duration,
+    }
     made.globals["source"] = lambda name: Markup((_TEMPLATES / name).read_text(encoding="utf-8"))
     return made
 
@@ -73,7 +85,7 @@ def _sections(phases, notebooks):
     states = {phase["name"]: phase for phase in phases}
     made = []
     for name in sorted({*paths, *states}):
-        section = {"id": name, "name": name, "html": "", "headings": [], "figures": [], "trouble": ""}
+        section = {"id": notebook.anchor(name), "name": name, "html": "", "headings": [], "figures": [], "trouble": ""}
         if name in paths:
             try:
                 section |= notebook.section(paths[name])

@@ -79,10 +79,28 @@ def table(records, title="", columns=None, rows=None):
     }
 
 
+def duration(seconds):
+    """Seconds as a person says them: `0.4 s`, `12 s`, `3 min 20 s`, `1 h 05 min`; nothing if there are none."""
+    if not isinstance(seconds, Number):
+        return ""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def of_findings(found):
+    """The tables of a run's findings that there are, in order: dicts of `table` with `name` beside."""
+    made = ((spec, table(found.get(spec["name"]) or [], spec["title"], spec["columns"])) for spec in _specs("finding"))
+    return [{**made_table, "name": spec["name"]} for spec, made_table in made if made_table]
+
+
 def of_run(run):
     """The tables of `run` that its document shows, in order: dicts of `table` with `name` and `phase` beside."""
     found = []
-    for spec in tomllib.loads(Path(__file__).with_name("tables.toml").read_text(encoding="utf-8"))["table"]:
+    for spec in _specs("table"):
         frame = run.table(spec["name"])
         by = spec.get("sort", "").lstrip("-")
         if by in frame.columns:
@@ -91,3 +109,7 @@ def of_run(run):
         if made:
             found.append({**made, "name": spec["name"], "phase": spec["phase"]})
     return found
+
+
+def _specs(kind):
+    return tomllib.loads(Path(__file__).with_name("tables.toml").read_text(encoding="utf-8"))[kind]

@@ -32,8 +32,8 @@ def test_a_run_with_nothing_but_a_manifest(bare_run, tmp_path):
 
 def test_the_plan_has_every_state_with_its_reason(make_run, tmp_path):
     text = document(make_run(STATES), tmp_path / "report")
-    assert "| 01_service_check | Question of 01_service_check? | ok |  | 1.250 |" in text
-    assert "| 02_macro | Question of 02_macro? | failed | cell 3: nothing answers | – |" in text
+    assert "| 01_service_check | Question of 01_service_check? | ok |  | 1.2 s |" in text
+    assert "| 02_macro | Question of 02_macro? | failed | cell 3: nothing answers |  |" in text
     for line in (
         "- 02_macro failed: cell 3: nothing answers",
         "- 04_nccl was skipped: the GPUs are held",
@@ -97,7 +97,7 @@ def test_findings_are_shown_with_their_intervals(make_run, tmp_path, monkeypatch
     found = {
         "sentences": ["TPOT is 12.1 ms.", "AllReduce dominates.", "Next: casts."],
         "headlines": [{"name": "TPOT", "value": 12.1, "low": 11.9, "high": 12.3, "unit": "ms", "source": "levels"}],
-        "closure": [{"part": "weights", "ms": 3.365}],
+        "closure": [{"part": "weights", "ms": 3.365}, {"part": "rest", "ms": 8.7}],
         "changes": [{"quantity": "TPOT", "verdict": "worse"}],
     }
     monkeypatch.setattr("k25lib.report.overview.summarise", lambda run: found)

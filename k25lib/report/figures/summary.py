@@ -1,0 +1,142 @@
+"""Figures of the report's first page: where TPOT goes, what would help, and the runs before."""
+
+import textwrap
+
+import plotly.graph_objects as go
+
+from k25lib.report.figures.style import colour, layout
+
+_SLOWER, _FASTER, _TOTAL, _UNEXPLAINED = "#C44E52", "#3A8F6B", "#4C78A8", "#8C8C8C"
+
+
+def waterfall(rows):
+    """From the bandwidth bound to the measured TPOT, ms. Columns: part, ms, kind (total, part, remainder)."""
+    measures = ["total" if kind == "total" else "relative" for kind in rows.kind]
+    if measures[0] == "total":
+        measures[0] = "absolute"
+    figure = go.Figure(
+        go.Waterfall(
+            orientation="h",
+            y=[_wrapped(part) for part in rows.part],
+            x=rows.ms,
+            measure=measures,
+            text=[
+                f"{ms:.2f}" if kind == "total" else f"{ms:+.2f}" for ms, kind in zip(rows.ms, rows.kind, strict=True)
+            ],
+            textposition="outside",
+            cliponaxis=False,
+            increasing_marker_color=_SLOWER,
+            decreasing_marker_color=_FASTER,
+            totals_marker_color=_TOTAL,
+            hovertemplate="%{y}: %{text} ms<extra></extra>",
+        )
+    )
+    level, most, least = 0.0, 0.0, 0.0
+    for ms, kind in zip(rows.ms, rows.kind, strict=True):
+        level = ms if kind == "total" else level + ms
+        most, least = max(most, level), min(least, level)
+    room = 0.14 * (most - least)
+    return figure.update_layout(
+        **layout("Where TPOT goes: from the bandwidth bound to the measurement", 130 + 42 * len(rows)),
+        xaxis={"title": "ms per output token", "range": [least - (room if least < 0 else 0), most + room]},
+        yaxis={"autorange": "reversed", "automargin": True},
+        showlegend=False,
+    )
+
+
+def whatif(rows):
+    """What each change would save a step, as a range in ms. Columns: change, low_ms, high_ms."""
+    rows = rows.sort_values("high_ms", kind="stable")
+    figure = go.Figure()
+    for low, high, name in zip(rows.low_ms, rows.high_ms, rows.change, strict=True):
+        shade = _SLOWER if high <= 0 else _FASTER if low >= 0 else _UNEXPLAINED
+        figure.add_scatter(
+            x=[low, high],
+            y=[_wrapped(name)] * 2,
+            mode="lines+markers+text",
+            text=[f"{low:+.2f}", f"{high:+.2f}"],
+            textposition=["middle left", "middle right"],
+            line={"color": shade, "width": 6},
+            marker={"color": shade, "size": 11},
+            cliponaxis=False,
+            hovertemplate="%{y}: %{x:+.2f} ms<extra></extra>",
+        )
+    least, most = min(0, rows.low_ms.min()), max(0, rows.high_ms.max())
+    room = 0.18 * ((most - least) or 1)
+    figure.add_vline(x=0, line_width=1, line_color="#555")
+    return figure.update_layout(
+        **layout("What would help: the range of what each change saves", 130 + 46 * len(rows)),
+        xaxis={"title": "ms saved per output token (below 0: it costs)", "range": [least - room, most + room]},
+        yaxis={"automargin": True},
+        showlegend=False,
+    )
+
+
+def step_by_category(frame):
+    """Stacked ms per decode step. Columns: step (the bar's name), category, ms; categories in order of their ms."""
+    order = frame.groupby("category").ms.sum().sort_values(ascending=False).index
+    names = list(dict.fromkeys(frame.step))
+    figure = go.Figure()
+    for category in order:
+        part = frame[frame.category == category].set_index("step").ms
+        figure.add_bar(
+            y=[_wrapped(name) for name in part.index],
+            x=part,
+            name=category,
+            orientation="h",
+            marker_color=colour(category),
+            hovertemplate="%{y}<br>" + category.replace("%", "%%") + ": %{x:.3f} ms<extra></extra>",
+        )
+    totals = frame.groupby("step", sort=False).ms.sum()
+    figure.add_scatter(
+        y=[_wrapped(name) for name in names],
+        x=[totals[name] for name in names],
+        text=[f" {totals[name]:.2f} ms" for name in names],
+        mode="text",
+        textposition="middle right",
+        cliponaxis=False,
+        showlegend=False,
+        hoverinfo="skip",
+    )
+    made = layout("A decode step by category", 190 + 50 * len(names))
+    made["margin"] = {**made["margin"], "t": 130}
+    return figure.update_layout(
+        **made,
+        barmode="stack",
+        xaxis={"title": "kernel time, ms per decode step", "range": [0, 1.18 * totals.max()]},
+        yaxis={"autorange": "reversed", "automargin": True},
+    )
+
+
+def history(rows, title, unit, band=None):
+    """One metric over the runs, oldest first. Columns: run, value, low, high (both may be missing), changed (a note).
+
+    `band`: (low, high) around the runs before, drawn behind.
+    """
+    known = rows.low.notna() & rows.high.notna()
+    figure = go.Figure(
+        go.Scatter(
+            x=rows.run,
+            y=rows.value,
+            mode="lines+markers",
+            text=rows.changed,
+            line_color=_TOTAL,
+            error_y={
+                "type": "data",
+                "symmetric": False,
+                "array": (rows.high - rows.value).where(known, 0),
+                "arrayminus": (rows.value - rows.low).where(known, 0),
+            },
+            hovertemplate="%{x}<br>%{y:.4g} " + unit + "<br>%{text}<extra></extra>",
+        )
+    )
+    if band:
+        figure.add_hrect(y0=band[0], y1=band[1], fillcolor=_TOTAL, opacity=0.12, line_width=0)
+    return figure.update_layout(
+        **layout(title, 340), xaxis={"type": "category", "automargin": True}, yaxis={"title": unit}, showlegend=False
+    )
+
+
+def _wrapped(text, most=26):
+    """A label in lines of at most `most` characters."""
+    return "<br>".join(textwrap.wrap(str(text), most, break_on_hyphens=False)) or "–"
