@@ -22,7 +22,8 @@ METHOD = 1  # goes up when a number of a capture would change
 TRACE = re.compile(r"\.(pt\.)?trace\.json(\.gz)?$")
 TABLE = re.compile(r"profiler_out.*\.txt$")
 BYTES_PER_STEP_AND_RANK = 600_000  # gzipped, above what was seen: 56 kB on H200 at TP=2, 500 kB on eight PCIe GPUs
-SETTLE_S = 1.0
+SETTLE_S = 1.0  # a file whose size stands still this long has been written
+FILES_S = 120.0  # how long to wait, after stop has returned, for the last rank's file
 
 
 def capture(url, model, traces, target, *, concurrency, requests, input_tokens, output_tokens, world_size=0,
@@ -44,8 +45,8 @@ def capture(url, model, traces, target, *, concurrency, requests, input_tokens, 
 
     say(f"warm-up: {requests} requests at C={concurrency}, profiler off")
     plain = send(url, model, requests, concurrency, **load)
-    before = _listing(traces)
     with _profiling(client, stop_timeout_s, say) as times:
+        before = _listing(traces)
         say(f"profiling {requests} requests at C={concurrency}, {output_tokens} tokens each")
         profiled = send(url, model, requests, concurrency, **load)
     say("waiting for the trace files to be whole")
@@ -124,9 +125,9 @@ def _listing(folder):
     return {p: (p.stat().st_size, p.stat().st_mtime_ns) for p in found}
 
 
-def _whole_files(traces, before, world_size, limit_s=120.0):
+def _whole_files(traces, before, world_size):
     """The files that the capture wrote, once none of them grows: new ones, and tables written over."""
-    deadline = time.monotonic() + limit_s
+    deadline = time.monotonic() + FILES_S
     last, expected = None, world_size
     while True:
         now = {path: stat for path, stat in _listing(traces).items() if before.get(path) != stat}
@@ -139,7 +140,7 @@ def _whole_files(traces, before, world_size, limit_s=120.0):
             if found:
                 return sorted(now)  # some rank is missing: told with the capture
             raise K25Error(
-                f"the profiler was stopped, and no trace appeared in {traces} within {limit_s:.0f} s: is that the "
+                f"the profiler was stopped, and no trace appeared in {traces} within {FILES_S:.0f} s: is that the "
                 "folder that the server was started with (torch_profiler_dir)?"
             )
         last = now

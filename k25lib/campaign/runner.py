@@ -140,12 +140,10 @@ def settings_of(run):
 
 
 def _question(notebook):
-    """The notebook's question: the first line of its first Markdown cell after the title."""
-    for cell in nbformat.read(notebook, as_version=4).cells:
-        if cell.cell_type == "markdown":
-            lines = [line.strip("# ").strip() for line in cell.source.splitlines() if line.strip()]
-            return lines[1] if len(lines) > 1 else lines[0] if lines else ""
-    return ""
+    """The notebook's question: the first words after the title of its first Markdown cell."""
+    first = next((c.source for c in nbformat.read(notebook, as_version=4).cells if c.cell_type == "markdown"), "")
+    lines = [line.strip(" *#") for line in first.splitlines() if line.strip()]
+    return lines[1] if len(lines) > 1 else "".join(lines)
 
 
 @contextmanager

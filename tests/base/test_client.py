@@ -53,7 +53,9 @@ def test_ready_needs_health_a_model_and_a_token(answers):
         Client(answers["url"]).ready()
 
 
-@pytest.mark.parametrize("models", [(200, "<html>hello</html>"), (404, ""), (200, '{"data": 3}'), (200, "[]"), (200, '{"data": [1]}')])  # fmt: skip
+@pytest.mark.parametrize(
+    "models", [(200, "<html>hello</html>"), (404, ""), (200, '{"data": 3}'), (200, "[]"), (200, '{"data": [1]}')]
+)
 def test_something_that_is_no_vllm_is_told(answers, models):
     answers.update({"/health": (200, ""), "/v1/models": models})
     with pytest.raises(NotVllm, match="right port"):

@@ -1,5 +1,6 @@
 """One notebook, and each way that it can fail: none may look like a success."""
 
+import io
 import os
 import signal
 import subprocess
@@ -16,7 +17,9 @@ from k25lib.errors import K25Error, UsageError
 
 def notebook(path, *cells, parameters='run: str = ""  # run\nn: int = 1  # a number'):
     """Write a notebook with a parameters cell and these code cells."""
-    book = nbformat.v4.new_notebook(metadata={"kernelspec": {"name": "python3", "display_name": "", "language": "python"}})
+    book = nbformat.v4.new_notebook(
+        metadata={"kernelspec": {"name": "python3", "display_name": "", "language": "python"}}
+    )
     book.cells = [nbformat.v4.new_code_cell(parameters, metadata={"tags": ["parameters"]})]
     book.cells += [nbformat.v4.new_code_cell(textwrap.dedent(cell)) for cell in cells]
     nbformat.write(book, path)
@@ -26,8 +29,7 @@ def notebook(path, *cells, parameters='run: str = ""  # run\nn: int = 1  # a num
 def run_notebook(tmp_path, *cells, timeout_s=60, **parameters):
     source = notebook(tmp_path / "02_x.ipynb", *cells)
     target = tmp_path / "out" / "02_x.ipynb"
-    with open(os.devnull, "w") as nowhere:
-        execute(source, target, parameters, timeout_s, tmp_path / "02_x.log", progress=nowhere)
+    execute(source, target, parameters, timeout_s, tmp_path / "02_x.log", progress=io.StringIO())
     return target
 
 

@@ -1,0 +1,165 @@
+"""The capture protocol against servers that answer 200 and did not do what it says."""
+
+import gzip
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from k25lib import capture as capture_module
+from k25lib.capture import capture
+from k25lib.client import ProfilerMissing
+from k25lib.errors import K25Error
+
+
+def trace(rank, world=2):
+    """A small whole trace file's bytes."""
+    events = [{"ph": "X", "cat": "kernel", "name": "k", "ts": 1.0, "dur": 2.0, "args": {"stream": 7}}]
+    head = {"schemaVersion": 1, "distributedInfo": {"backend": "nccl", "rank": rank, "world_size": world}}
+    return gzip.compress(json.dumps({**head, "traceEvents": events}).encode())
+
+
+class Server:
+    """A profiler's two endpoints: `start` and `stop` are lists of statuses, `writes` what each stop writes."""
+
+    def __init__(self, folder):
+        self.folder, self.calls = folder, []
+        self.start, self.stop = [200], [200]
+        self.writes = [{f"rank{rank}.1.pt.trace.json.gz": trace(rank) for rank in (0, 1)}]
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                outer.calls.append(self.path)
+                statuses = outer.start if self.path == "/start_profile" else outer.stop
+                status = statuses.pop(0) if len(statuses) > 1 else statuses[0]
+                if self.path == "/stop_profile" and outer.writes:
+                    for name, data in outer.writes.pop(0).items():
+                        (folder / name).write_bytes(data)
+                self.send_response(status)
+                self.send_header("content-length", "0")
+                self.end_headers()
+
+            def log_message(self, *_):
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self.http.server_port}"
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    folder = tmp_path / "traces"
+    folder.mkdir()
+    made = Server(folder)
+    made.sent = []
+
+    def send(url, model, requests, concurrency, **_):
+        made.sent.append((requests, concurrency))
+        return [{"tpot_ms": 10.0 + len(made.sent), "ok": True}] * requests
+
+    monkeypatch.setattr(capture_module, "send", send)
+    monkeypatch.setattr(capture_module, "SETTLE_S", 0.05)
+    yield made
+    made.http.shutdown()
+    made.http.server_close()
+
+
+def take(server, tmp_path, **more):
+    said = []
+    asked = {"concurrency": 1, "requests": 5, "input_tokens": 8, "output_tokens": 4, "world_size": 2, **more}
+    record = capture(server.url, "m", server.folder, tmp_path / "run" / "c1", say=said.append, **asked)
+    return record, said
+
+
+def test_files_are_moved_and_described(server, tmp_path):
+    (server.folder / "old.pt.trace.json.gz").write_bytes(trace(0))
+    server.writes[0]["profiler_out_0.txt"] = b"table"
+    record, _ = take(server, tmp_path)
+    assert [(f["rank"], f["fault"]) for f in record["files"]] == [(0, ""), (1, "")]
+    assert record["missing_ranks"] == []
+    assert record["tables"] == ["profiler_out_0.txt"]
+    assert (record["tpot_ms"], record["tpot_profiled_ms"]) == (11.0, 12.0)
+    assert server.sent == [(5, 1), (5, 1)]
+    assert [p.name for p in server.folder.iterdir()] == ["old.pt.trace.json.gz"]
+    assert json.loads((tmp_path / "run" / "c1" / "capture.json").read_text()) == record
+
+
+def test_the_world_size_comes_from_the_trace_if_nobody_knows_it(server, tmp_path):
+    record, _ = take(server, tmp_path, world_size=0)
+    assert record["world_size"] == 2
+
+
+def test_a_missing_rank_is_told(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(capture_module, "FILES_S", 0.5)
+    del server.writes[0]["rank1.1.pt.trace.json.gz"]
+    record, _ = take(server, tmp_path)
+    assert record["missing_ranks"] == [1]
+
+
+def test_a_truncated_file_is_told_and_counts_as_missing(server, tmp_path):
+    server.writes[0]["rank1.1.pt.trace.json.gz"] = trace(1)[:-20]
+    record, _ = take(server, tmp_path)
+    assert record["files"][1]["fault"] == "its compressed data ends early"
+    assert record["missing_ranks"] == [1]
+
+
+def test_json_that_does_not_close_is_told(server, tmp_path):
+    server.writes[0]["rank1.1.pt.trace.json.gz"] = gzip.compress(b'{"traceEvents": [{"a": 1},')
+    record, _ = take(server, tmp_path)
+    assert record["files"][1]["fault"] == "its JSON is not closed"
+
+
+def test_no_file_after_stop_is_an_error_that_names_the_folder(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(capture_module, "FILES_S", 0.5)
+    server.writes.clear()
+    with pytest.raises(K25Error, match="no trace appeared in .*traces.*torch_profiler_dir"):
+        take(server, tmp_path)
+
+
+def test_no_profiler_names_the_flag_and_sends_no_profiled_load(server, tmp_path):
+    server.start = [404]
+    with pytest.raises(ProfilerMissing, match="--profiler-config"):
+        take(server, tmp_path)
+    assert "/stop_profile" not in server.calls
+
+
+def test_a_session_that_was_cut_off_is_stopped_first_and_its_files_are_not_ours(server, tmp_path):
+    server.start = [409, 200]
+    ours = server.writes[0]
+    server.writes = [{"stale.pt.trace.json.gz": trace(0)}, ours]
+    record, said = take(server, tmp_path)
+    assert server.calls == ["/start_profile", "/stop_profile", "/start_profile", "/stop_profile"]
+    assert [f["file"] for f in record["files"]] == sorted(ours)
+    assert any("cut off" in line for line in said)
+
+
+def test_an_interrupt_stops_the_profiler(server, tmp_path, monkeypatch):
+    def interrupted(*_, **__):
+        server.sent.append(0)
+        if len(server.sent) == 2:
+            raise KeyboardInterrupt
+        return [{"tpot_ms": 1.0}]
+
+    monkeypatch.setattr(capture_module, "send", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        take(server, tmp_path)
+    assert server.calls == ["/start_profile", "/stop_profile"]
+
+
+def test_a_capture_never_overwrites_another(server, tmp_path):
+    take(server, tmp_path)
+    with pytest.raises(K25Error, match="never overwrites"):
+        take(server, tmp_path)
+
+
+def test_a_folder_that_is_not_here_and_a_full_disk_stop_before_the_load(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(capture_module.shutil, "disk_usage", lambda _: type("U", (), {"free": 10_000_000}))
+    with pytest.raises(K25Error, match="may need 0.2 GB .* 0.0 GB free"):
+        take(server, tmp_path)
+    server.folder.rmdir()
+    with pytest.raises(K25Error, match="set capture.traces"):
+        take(server, tmp_path)
+    assert server.sent == server.calls == []
