@@ -222,7 +222,7 @@ class Bench:
         else:
             rounds = [self._round(task, work, context)]
         times, until = [], None
-        while until is None or len(times) < 7 or (len(times) < 200 and not self._over(until)):
+        while until is None or len(times) < 5 or (len(times) < 200 and not self._over(until)):
             if until is None:
                 self._all(rounds, calls)  # the warm-up
                 until = time.perf_counter() + self.settings.get("seconds", 0.3)

@@ -1,5 +1,9 @@
 """Figures of the table `collectives`: latency against size, the burst, variants, skew, All-to-All against AllReduce."""
 
+import json
+import tomllib
+from pathlib import Path
+
 import pandas as pd
 import plotly.graph_objects as go
 
@@ -99,7 +103,8 @@ def burst(frame, traced=None, reference=None):
         bars += [(label, ms, us, source) for label, (ms, us) in known.items()]
     figure = go.Figure()
     title = f"AllReduce time of one decode step{_where(frame)}"
-    figure.update_layout(**layout(title, 150 + 30 * max(len(bars), 4)), margin={"l": 220}, barmode="overlay")
+    figure.update_layout(**layout(title, 150 + 30 * max(len(bars), 4)), barmode="overlay")
+    figure.update_layout(margin={"l": 220})
     figure.update_xaxes(title="ms a step (label: us a call)")
     if not bars:
         return _empty(figure)
@@ -121,11 +126,36 @@ def burst(frame, traced=None, reference=None):
     return figure
 
 
+def traced(breakdown):
+    """AllReduce of a run's traces, for `burst`: {label: (ms a step, us a call)}, means over the ranks, by batch."""
+    if breakdown.empty:
+        return {}
+    rows = breakdown[breakdown["category"].astype(str).str.startswith("allreduce") & (breakdown["calls"] > 0)]
+    rows = rows[rows["batch"].astype(str) != "all"]
+    means = rows.groupby(["capture", "category", "batch"])[["ms", "calls"]].mean()
+    return {f"{c}, {kind}, M={m}": (row.ms, row.ms / row.calls * 1e3) for (c, kind, m), row in means.iterrows()}
+
+
+def reference(folder):
+    """The published campaigns' AllReduce, for `burst`: the burst, and each row of their profiles."""
+    found = {}
+    for path in sorted(Path(folder).glob("*.toml")):
+        data = tomllib.loads(path.read_text())
+        name = data.get("campaign", {}).get("name", path.stem)
+        if burst := data.get("burst"):
+            found[f"{name}: burst"] = (burst["ms"], burst["ms"] / burst["calls"] * 1e3)
+        for row in data.get("allreduce", []):
+            if row.get("kind") == "kernel":
+                found[f"{name}: profile"] = (row["ms"], row["us"])
+    return found
+
+
 def variants(frame):
     """NCCL algorithm and protocol against each other, fastest on top, one panel of bars a size."""
     good = timed(frame, "variant")
     figure = go.Figure()
-    figure.update_layout(**layout("NCCL variants, AllReduce", 420), barmode="group", margin={"l": 130})
+    figure.update_layout(**layout("NCCL variants, AllReduce", 420), barmode="group")
+    figure.update_layout(margin={"l": 130})
     figure.update_xaxes(title="us a call", type="log")
     if good.empty:
         return _empty(figure, "no variant has a time (they need NCCL)")
@@ -211,8 +241,6 @@ def exchange_figure(frame):
 
 
 def _variant(text):
-    import json
-
     environment = json.loads(text)
     return "/".join(environment.get(key, "default") for key in ("NCCL_ALGO", "NCCL_PROTO"))
 

@@ -154,6 +154,16 @@ def experts(frame):
     return figure
 
 
+def traced(breakdown):
+    """GEMM time of a run's traces: a DataFrame of `batch`, `category` (gemm, moe_gemm), `ms` a decode step and rank."""
+    wanted = {"moe_gemm": "moe_gemm", "gemm": "gemm", "other_gemm": "gemm"}
+    if breakdown.empty:
+        return pd.DataFrame(columns=["batch", "category", "ms"])
+    rows = breakdown[breakdown["category"].isin(wanted) & (breakdown["batch"].astype(str) != "all")]
+    rows = rows.assign(category=rows["category"].map(wanted))
+    return rows.groupby(["batch", "category"])["ms"].mean().reset_index()
+
+
 def against_trace(frame, traced):
     """Sum of the GEMMs over the step against the GEMM time that a trace shows.
 
