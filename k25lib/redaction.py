@@ -1,0 +1,94 @@
+"""Keys, tokens and passwords are taken out of whatever is written down: manifests, documents, pages, logs, messages."""
+
+import os
+import re
+
+HIDDEN = "***"
+_NAME = (
+    r"(?:[\w.-]{0,60}[_.-])?(?:api[_-]?keys?|tokens?|passwords?|passwd|passphrase|secrets?"
+    r"|(?:access|secret|private)[_-]?key)"
+)
+_NOT_SECRET = re.compile(
+    r"(?i)(?:num|max|min|input|output|batched|prompt|completion|total|special|new|cached|stop)[\w-]*tokens?$|tokens$"
+)
+_NOTHING = {"", "none", "null", "true", "false", "[]", "{}", HIDDEN}
+_ENVIRONMENT = re.compile(r"(?i)(?:^|_)(?:api_?keys?|token|password|passwd|secret|(?:access|secret)_key)$")
+_FORMS = re.compile(
+    r"hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|nvapi-[\w-]{16,}"
+    r"|AKIA[0-9A-Z]{16}|xox[abprs]-[\w-]{10,}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,}"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
+    re.S,
+)
+_URL_LOGIN = re.compile(r"(\b\w[\w+.-]{0,20}://)[^\s/@'\"]+@")
+_HEADER = re.compile(r"(?i)\b(bearer|basic)(\s+)(?=[\w.~+/=-]*[\d+/=._-])[\w.~+/=-]{6,}")
+_LOGIN_FLAG = re.compile(
+    r"\b((?:curl|wget)\b[^\n|;]{0,500}?\s(?:-u|--user)[ =]|sshpass\s+-p\s*|docker login\b[^\n|;]{0,500}?\s-p[ =])(\S+)"
+)
+_FLAG = re.compile(
+    rf"(?i)(?<![\w-])(--{_NAME})((?:=|\s+)(?:'[^']*'|\"[^\"]*\"|[^\s\"',;|&)\]}}]+)(?: +(?!-)[^\s\"',;|&)\]}}]+)*)"
+)
+_LIST_FLAG = re.compile(rf"(?i)(['\"])(--{_NAME})\1(\s*,\s*)(['\"])(?!-)(.*?)\4")
+_ASSIGN = re.compile(
+    rf"(?i)(?<![\w-])(['\"]?)({_NAME})\1(\s*[=:]\s*)(\[[^\]\n]*\]|'[^'\n]*'|\"[^\"\n]*\"|[^\s,;&'\"\])}}]+)"
+)
+
+
+def redact(text):
+    """The text without its secrets: known forms of tokens, values of secret flags, variables, keys, headers and URLs,
+    and the values that this process's own environment keeps under such names."""
+    for value in _own_secrets():
+        text = text.replace(value, HIDDEN)
+    text = _FORMS.sub(HIDDEN, text)
+    text = _URL_LOGIN.sub(rf"\1{HIDDEN}@", text)
+    text = _HEADER.sub(rf"\1\2{HIDDEN}", text)
+    text = _LOGIN_FLAG.sub(rf"\1{HIDDEN}", text)
+    text = _LIST_FLAG.sub(
+        lambda m: m[0] if _harmless(m[2], m[5]) else f"{m[1]}{m[2]}{m[1]}{m[3]}{m[4]}{HIDDEN}{m[4]}", text
+    )
+    text = _FLAG.sub(lambda m: m[0] if _harmless(m[1], m[2][1:]) else f"{m[1]}{m[2][0]}{HIDDEN}", text)
+    return _ASSIGN.sub(_assigned, text)
+
+
+def redact_tree(value, name=""):
+    """A dict, list or string, all the way down, without secrets; what a secret name holds goes, whatever it is."""
+    if isinstance(value, dict):
+        return {key: redact_tree(inner, str(key)) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return _words([redact_tree(inner, name) for inner in value])
+    if name and value is not None and is_secret(name) and not isinstance(value, bool | int | float):
+        return HIDDEN if str(value).lower() not in _NOTHING else value
+    return redact(value) if isinstance(value, str) else value
+
+
+def is_secret(name):
+    """Whether a flag, variable or key of this name holds a secret: `--api-key`, not `--max-num-batched-tokens`."""
+    return bool(re.fullmatch(rf"(?i)-*{_NAME}", name)) and not _NOT_SECRET.search(name)
+
+
+def _words(words):
+    """A command's words: what follows a secret flag, up to the next flag, is secret."""
+    made, hiding = [], False
+    for word in words:
+        flag = isinstance(word, str) and word.startswith("-")
+        made.append(HIDDEN if hiding and isinstance(word, str) and not flag else word)
+        hiding = is_secret(word) if flag else hiding
+    return made
+
+
+def _own_secrets():
+    found = {v for k, v in os.environ.items() if _ENVIRONMENT.search(k) and len(v) >= 6 and v.lower() not in _NOTHING}
+    return sorted(found, key=len, reverse=True)
+
+
+def _harmless(name, value):
+    return not is_secret(name) or value.strip(" '\"").lower() in _NOTHING
+
+
+def _assigned(match):
+    quote, name, sign, value = match.groups()
+    if _harmless(name, value) or (":" in sign and not quote and value[0] not in "'\"["):
+        plain = ":" in sign and not quote and not _harmless(name, value) and re.search(r"\d", value) and len(value) >= 8
+        if not plain:  # prose such as "token: the smallest unit" stays
+            return match[0]
+    edge = value[0] if value[0] in "'\"" else ""
+    return f"{quote}{name}{quote}{sign}{edge}{HIDDEN}{edge}"
