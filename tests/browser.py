@@ -67,10 +67,11 @@ def look(path, width=1400, screenshot=None, figures=".plot"):
 
 
 DRAWN = "box => box.querySelector('.main-svg') !== null"
-# Texts of one figure that lie over each other by more than 2 px in both directions, and texts that leave its box.
+# Texts of one figure that lie over each other by more than 2 px in both directions, and texts that leave its box
+# (rotated texts are left out: their boxes overlap where they do not).
 OVERLAPS = """() => [...document.querySelectorAll('.js-plotly-plot')].flatMap(plot => {
   const texts = [...plot.querySelectorAll('svg text')]
-    .filter(t => t.textContent.trim() && t.getBoundingClientRect().width);
+    .filter(t => t.textContent.trim() && t.getBoundingClientRect().width && t.getScreenCTM().b === 0);
   const boxes = texts.map(t => t.getBoundingClientRect()), outer = plot.getBoundingClientRect(), found = [];
   boxes.forEach((a, i) => {
     if (a.left < outer.left - 1 || a.right > outer.right + 1 || a.top < outer.top - 1 || a.bottom > outer.bottom + 1)

@@ -1,6 +1,7 @@
 """Tables as text: a frame or a list of records to headings with units and cells with sensible digits."""
 
 import math
+import re
 import tomllib
 from numbers import Number
 from pathlib import Path
@@ -11,11 +12,13 @@ _UNITS = {
     "percent": "%", "ms": "ms", "us": "µs", "ns": "ns", "s": "s", "bytes": "bytes", "gb_s": "GB/s", "tb_s": "TB/s",
     "tok_s": "tok/s", "tflop_s": "TFLOP/s", "w": "W", "mhz": "MHz", "gb": "GB",
 }  # fmt: skip
-_STATISTICS = {"mean", "median", "min", "max", "iqr", "low", "high", "p50", "p90", "p95", "p99"}
+_STATISTICS = {"mean", "median", "min", "max", "iqr", "low", "high", "interval", "p50", "p90", "p95", "p99"}
 
 
 def heading(column):
     """A column's heading, its unit in brackets: `time_us_median` -> `time median (µs)`."""
+    if ".." in str(column):
+        return heading(re.sub(r"low$|low(?=_)", "interval", str(column).split("..")[0]))
     words = str(column).split("_")
     tail = []
     if words[-1] in _STATISTICS and len(words) > 1:
@@ -54,7 +57,8 @@ def number(value, digits=4):
         return f"{value:.{digits - 1}e}"
     exponent = int(f"{value:.{digits - 1}e}".split("e")[1])
     decimals = max(0, digits - 1 - exponent)
-    return f"{value:,.{decimals}f}"
+    text = f"{value:,.{decimals}f}"
+    return text.rstrip("0").rstrip(".") if decimals else text
 
 
 def interval(row):
@@ -64,8 +68,15 @@ def interval(row):
 
 
 def table(records, title="", columns=None, rows=None):
-    """Records (list of dicts or DataFrame) as {"title", "head", "numeric", "rows", "left_out"}; None when empty."""
+    """Records (list of dicts or DataFrame) as {"title", "head", "numeric", "rows", "left_out"}; None when empty.
+
+    A column `low_ms..high_ms` is the interval of the two.
+    """
     frame = records if isinstance(records, pd.DataFrame) else pd.DataFrame.from_records(list(records))
+    for pair in (name for name in columns or [] if ".." in name and set(name.split("..")) <= set(frame)):
+        low, high = (frame[name] for name in pair.split(".."))
+        both = [None if pd.isna(a) or pd.isna(b) else f"{cell(a)} – {cell(b)}" for a, b in zip(low, high, strict=True)]
+        frame = frame.assign(**{pair: both})
     columns = [c for c in columns or frame.columns if c in frame.columns and not frame[c].isna().all()]
     if frame.empty or not columns:
         return None

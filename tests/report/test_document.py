@@ -47,7 +47,7 @@ def test_results_are_those_that_exist_with_their_source(make_run, tmp_path):
     run = make_run()
     run.save("levels", [{"concurrency": 1, "output_tok_s": 81.234, "tpot_ms_mean": 12.1}])
     text = document(run, tmp_path / "report")
-    assert "| 1 | 81.23 | 12.10 |" in text
+    assert "| 1 | 81.23 | 12.1 |" in text
     assert "`levels.parquet`" in text
     assert "gemm.parquet" not in text
 
@@ -102,7 +102,7 @@ def test_findings_are_shown_with_their_intervals(make_run, tmp_path, monkeypatch
     }
     monkeypatch.setattr("k25lib.report.overview.summarise", lambda run: found)
     text = document(make_run(), tmp_path / "report")
-    assert "| TPOT | 12.10 ms | 11.90 – 12.30 | levels |" in text
+    assert "| TPOT | 12.1 ms | 11.9 – 12.3 | levels |" in text
     assert "| weights | 3.365 |" in text
     entry = json.loads((tmp_path / "report" / "summary.json").read_text())
     assert (entry["headline"]["value"], entry["verdict"]) == (12.1, "worse")

@@ -9,11 +9,11 @@ from k25lib.report import tables
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (12.1, "12.10"), (0.0313, "0.03130"), (1536, "1,536"), (1536.2, "1,536"), (65536.0, "65,536"), (0, "0"),
-        (-3.54, "-3.540"),
-        (float("nan"), "–"), (float("inf"), "inf"), (None, "–"), (True, "yes"), ([1, 2.5], "1, 2.500"),
+        (12.1, "12.1"), (0.0313, "0.0313"), (1536, "1,536"), (1536.2, "1,536"), (65536.0, "65,536"), (0, "0"),
+        (-3.54, "-3.54"),
+        (float("nan"), "–"), (float("inf"), "inf"), (None, "–"), (True, "yes"), ([1, 2.5], "1, 2.5"),
         (1.5e-7, "1.500e-07"),
-        (9.9996, "10.00"), ("text", "text"), (pd.NA, "–"), ({"a": 1}, "a 1"),
+        (9.9996, "10"), ("text", "text"), (pd.NA, "–"), ({"a": 1}, "a 1"),
     ],
 )  # fmt: skip
 def test_cell(value, text):
@@ -26,6 +26,7 @@ def test_cell(value, text):
         ("time_us_median", "time median (µs)"), ("output_tok_s", "output (tok/s)"), ("ms", "ms"), ("percent", "%"),
         ("busbw_gb_s", "busbw (GB/s)"), ("tpot_ms_p99", "tpot p99 (ms)"), ("calls_per_step", "calls per step"),
         ("concurrency", "concurrency"), ("bytes", "bytes"), ("steady_s", "steady (s)"), ("median", "median"),
+        ("tpot_ms_low..tpot_ms_high", "tpot interval (ms)"), ("low_percent..high_percent", "interval (%)"),
     ],
 )  # fmt: skip
 def test_heading_has_the_unit(column, text):
@@ -37,6 +38,13 @@ def test_table_says_what_it_leaves_out_and_drops_empty_columns():
     assert (made["head"], made["rows"], made["left_out"]) == (["a", "c"], [["0", "x"], ["1", "x"]], 3)
     assert made["numeric"] == [True, False]
     assert tables.table([]) is None
+
+
+def test_two_columns_as_an_interval():
+    made = tables.table(
+        [{"low_ms": 1.25, "high_ms": 2.0}, {"low_ms": None, "high_ms": None}], columns=["low_ms..high_ms"]
+    )
+    assert (made["head"], made["rows"]) == (["interval (ms)"], [["1.25 – 2"], ["–"]])
 
 
 def test_tables_of_a_run_are_sorted_and_named(bare_run):

@@ -6,6 +6,7 @@ import plotly.graph_objects as go
 
 from k25lib.report.figures.style import colour, layout
 
+_NO_LEGEND = {"showlegend": False, "margin": {"l": 70, "r": 40, "t": 54, "b": 60}}
 _SLOWER, _FASTER, _TOTAL, _UNEXPLAINED = "#C44E52", "#3A8F6B", "#4C78A8", "#8C8C8C"
 
 
@@ -37,10 +38,9 @@ def waterfall(rows):
         most, least = max(most, level), min(least, level)
     room = 0.14 * (most - least)
     return figure.update_layout(
-        **layout("Where TPOT goes: from the bandwidth bound to the measurement", 130 + 42 * len(rows)),
+        **layout("Where TPOT goes: from the bandwidth bound to the measurement", 100 + 42 * len(rows), **_NO_LEGEND),
         xaxis={"title": "ms per output token", "range": [least - (room if least < 0 else 0), most + room]},
         yaxis={"autorange": "reversed", "automargin": True},
-        showlegend=False,
     )
 
 
@@ -49,7 +49,7 @@ def whatif(rows):
     rows = rows.sort_values("high_ms", kind="stable")
     figure = go.Figure()
     for low, high, name in zip(rows.low_ms, rows.high_ms, rows.change, strict=True):
-        shade = _SLOWER if high <= 0 else _FASTER if low >= 0 else _UNEXPLAINED
+        shade = _SLOWER if low < 0 and high <= 0 else _FASTER if low > 0 else _UNEXPLAINED
         figure.add_scatter(
             x=[low, high],
             y=[_wrapped(name)] * 2,
@@ -62,13 +62,12 @@ def whatif(rows):
             hovertemplate="%{y}: %{x:+.2f} ms<extra></extra>",
         )
     least, most = min(0, rows.low_ms.min()), max(0, rows.high_ms.max())
-    room = 0.18 * ((most - least) or 1)
+    room = 0.25 * ((most - least) or 1)
     figure.add_vline(x=0, line_width=1, line_color="#555")
     return figure.update_layout(
-        **layout("What would help: the range of what each change saves", 130 + 46 * len(rows)),
+        **layout("What would help: the range of what each change saves", 100 + 46 * len(rows), **_NO_LEGEND),
         xaxis={"title": "ms saved per output token (below 0: it costs)", "range": [least - room, most + room]},
         yaxis={"automargin": True},
-        showlegend=False,
     )
 
 
@@ -98,10 +97,8 @@ def step_by_category(frame):
         showlegend=False,
         hoverinfo="skip",
     )
-    made = layout("A decode step by category", 190 + 50 * len(names))
-    made["margin"] = {**made["margin"], "t": 130}
     return figure.update_layout(
-        **made,
+        **layout("A decode step by category", 190 + 50 * len(names), margin={"l": 70, "r": 40, "t": 110, "b": 60}),
         barmode="stack",
         xaxis={"title": "kernel time, ms per decode step", "range": [0, 1.18 * totals.max()]},
         yaxis={"autorange": "reversed", "automargin": True},
@@ -133,7 +130,7 @@ def history(rows, title, unit, band=None):
     if band:
         figure.add_hrect(y0=band[0], y1=band[1], fillcolor=_TOTAL, opacity=0.12, line_width=0)
     return figure.update_layout(
-        **layout(title, 340), xaxis={"type": "category", "automargin": True}, yaxis={"title": unit}, showlegend=False
+        **layout(title, 320, **_NO_LEGEND), xaxis={"type": "category", "automargin": True}, yaxis={"title": unit}
     )
 
 

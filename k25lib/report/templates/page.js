@@ -27,25 +27,34 @@
       return "<br>" + word;
     }).join(" ");
   }).join("<br>");
-  // On a phone the title is wrapped, the legend goes below the figure, and the margins shrink.
+  // The title starts at the left edge, in lines that fit; on a phone text and margins shrink.
   const fitted = (figure, width) => {
-    const layout = structuredClone(figure.layout || {});
-    if (width >= narrow) return layout;
+    const layout = structuredClone(figure.layout || {}), margin = layout.margin || {}, small = width < narrow;
     const title = typeof layout.title === "string" ? {text: layout.title} : layout.title || {};
-    title.text = wrap(title.text || "", width / 8.5);
-    title.font = {...title.font, size: 14};
-    layout.title = title;
-    layout.font = {...layout.font, size: 11};
-    layout.legend = {...layout.legend, orientation: "h", x: 0, xanchor: "left", y: -0.25, yanchor: "top"};
-    const margin = layout.margin || {};
-    layout.margin = {...margin, l: Math.min(margin.l ?? 60, 60), r: 16, t: 24 + 18 * title.text.split("<br>").length};
+    const size = small ? 14 : 16, lines = wrap(title.text || "", width / (0.56 * size));
+    layout.title = {...title, text: lines, font: {...title.font, size}, x: 0, xref: "container", xanchor: "left"};
+    if (small) {
+      layout.font = {...layout.font, size: 11};
+      layout.margin = {...margin, l: Math.min(margin.l ?? 60, 60), r: Math.min(margin.r ?? 20, 20)};
+    }
     return layout;
   };
-  const draw = (box, printing = false) => {
+  // Where the legend reaches into the title, the figure grows by as much.
+  const clear = (box) => {
+    const title = box.querySelector(".gtitle"), legend = box.querySelector(".legend .bg");
+    if (!title || !legend) return;
+    const over = title.getBoundingClientRect().bottom + 6 - legend.getBoundingClientRect().top;
+    const beside = title.getBoundingClientRect().right < legend.getBoundingClientRect().left;
+    if (over <= 0 || beside) return;
+    const {height, _size} = box._fullLayout;  // the margin as drawn: plotly widens it for the legend
+    Plotly.relayout(box, {height: height + over, "margin.t": _size.t + over});
+  };
+  const draw = async (box, printing = false) => {
     const figure = figures[box.id], width = printing ? paper : box.clientWidth;
     const layout = fitted(figure, width);
     if (printing) layout.width = paper;
-    Plotly.react(box, figure.data, layout, {responsive: true, displaylogo: false, ...figure.config});
+    await Plotly.react(box, figure.data, layout, {responsive: true, displaylogo: false, ...figure.config});
+    clear(box);
   };
   const drawn = () => boxes.filter((box) => box.classList.contains("js-plotly-plot"));
   const near = new IntersectionObserver((entries) => {
