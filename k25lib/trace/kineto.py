@@ -19,7 +19,8 @@ from isal import isal_zlib
 from k25lib.errors import K25Error
 from k25lib.trace.table import Trace, clean
 
-WINDOW_BYTES = 1 << 20
+WINDOW_BYTES = 1 << 19  # the events of a window stay in the processor's cache
+READ_BYTES = 1 << 14
 LIMIT_BYTES = 64 << 20  # no header and no event is larger than this
 EXACT_US = 2.0**43  # beyond it a double no longer tells nanoseconds in microseconds
 
@@ -67,11 +68,19 @@ class _ExactEvent(_Event, gc=False):
     ts: Decimal = Decimal("nan")
 
 
+class _Numbered(dict):
+    """Gives each new key the next number."""
+
+    def __missing__(self, key):
+        self[key] = number = len(self)
+        return number
+
+
 class Columns:
     """What one pass collects, before times are checked: typed arrays, so that memory is some 36 bytes an event."""
 
     def __init__(self):
-        self.name_ids = {}
+        self.name_ids = _Numbered()
         self.name_id, self.stream, self.correlation = array("I"), array("q"), array("q")
         self.ts, self.dur, self.kind = array("d"), array("d"), array("b")
         self.marks, self.launches, self.process = {}, {}, None
@@ -82,16 +91,14 @@ class Columns:
 
     def add(self, events, kind):
         """Append events of one kind, a column at a time (a call for each event would double the cost)."""
-        names = [e.name for e in events]
-        for name in set(names):
-            self.name_ids.setdefault(name, len(self.name_ids))
-        self.name_id.extend(map(self.name_ids.__getitem__, names))
-        self.ts.extend([e.ts for e in events])
-        self.dur.extend([e.dur for e in events])
+        number = self.name_ids
+        self.name_id.fromlist([number[e.name] for e in events])
+        self.ts.fromlist([e.ts for e in events])
+        self.dur.fromlist([e.dur for e in events])
         args = [e.args for e in events]
-        self.stream.extend([a.stream for a in args])
-        self.correlation.extend([a.correlation for a in args])
-        self.kind.extend([kind] * len(events))
+        self.stream.fromlist([a.stream for a in args])
+        self.correlation.fromlist([a.correlation for a in args])
+        self.kind.fromlist([kind] * len(events))
 
     def mark(self, event):
         """Fold the pieces of one annotation (one a stream on the GPU) by its External id."""
@@ -272,6 +279,7 @@ class _Reader:
             if chosen:
                 columns.add(chosen, KINDS["kernel"])
         wanted = self.wanted
+        copies = {}
         for event in [e for e in events if e.cat in wanted or (not e.cat and e.name == "process_name")]:
             cat = event.cat
             if cat in MARKS:
@@ -282,7 +290,9 @@ class _Reader:
                 if "Worker" in event.args.name or not columns.process:
                     columns.process = event.args.name
             else:
-                columns.add([event], KINDS[NAMES.get(cat, cat)])
+                copies.setdefault(KINDS[NAMES.get(cat, cat)], []).append(event)
+        for kind, chosen in copies.items():
+            columns.add(chosen, kind)
 
     def slowly(self, body, is_last=False):
         """Event by event. Returns whether the array ended in `body` (an end counts only after a whole event)."""
