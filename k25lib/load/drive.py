@@ -13,7 +13,7 @@ from pathlib import Path
 from k25lib.errors import K25Error, UsageError
 
 SPARE_DESCRIPTORS = 64
-WORKER = Path(__file__).with_name("worker.py")
+PACKAGE_ROOT = str(Path(__file__).parents[2])
 
 
 def resolve(target):
@@ -40,6 +40,18 @@ def check_descriptors(concurrency):
     if hard != resource.RLIM_INFINITY and concurrency + SPARE_DESCRIPTORS > hard:
         raise UsageError(f"concurrency {concurrency} needs more than the {hard} file descriptors allowed (ulimit -n)")
     return hard
+
+
+def start(module, *args):
+    """Start one of our modules as a process with pipes, in a session of its own: Ctrl-C is not for it."""
+    paths = [PACKAGE_ROOT, os.environ.get("PYTHONPATH", "")]
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *args],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+    )
 
 
 class Driver:
@@ -70,9 +82,7 @@ class Driver:
             "parent": os.getpid(),
             **self.timeouts,
         }
-        process = subprocess.Popen(
-            [sys.executable, WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-        )
+        process = start("k25lib.load.worker")
         frames = queue.SimpleQueue()
         threading.Thread(target=_read_frames, args=(process.stdout, frames), daemon=True).start()
         try:

@@ -192,7 +192,8 @@ def run_figures(requests, result, concurrency, rate, slo):
         "wave_tok_s": wave_rates(measured, concurrency, in_flight) if window and rate is None else [],
         "cpu_us_per_token": result["cpu_s"] * 1e6 / tokens if tokens else None,
         "cpu_share": result["cpu_s"] / ((result["end_ns"] - result["start_ns"]) / 1e9),
-        "lag_ms_p99": float(np.quantile(lags, 0.99)) / 1e6 if lags else None,
+        "lag_ms_p99": float(np.quantile(lags, 0.99)) / 1e6 if lags and result["stamps"] == "kernel" else None,
         "late_ms_p99": float(np.quantile(late, 0.99)) if late else None,
         "stamps": result["stamps"],
+        "priority": result["priority"],
     }

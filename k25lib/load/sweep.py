@@ -13,6 +13,7 @@ from k25lib.load.levels import level
 from k25lib.load.metrics import Request
 from k25lib.load.plateau import plateau
 from k25lib.load.prompts import Prompts, Target
+from k25lib.load.selftest import selftest as test_the_client
 
 METHOD_VERSION = 1  # goes up when a number would change
 OPEN_LOOP_SECONDS = 30.0
@@ -261,6 +262,9 @@ def sweep(
     result |= {"settings": settings, "selftest": None, "prompts": None, "levels": [], "plateau": None}
     found = Sweep(result)
     try:
+        if selftest:
+            result["selftest"] = test_the_client(max(levels) if not rates else 1, say)
+            sweeper.honest_concurrency = result["selftest"]["honest_concurrency"]
         say("probing the server with one request")
         result["prompts"] = sweeper.probe()
         _measure(found, sweeper, [(each, None) for each in levels] if not rates else [(None, each) for each in rates])

@@ -1,7 +1,8 @@
 """A server whose true times are known: tokens at scheduled times, each send logged. A process of its own.
 
-`python truth.py [--ttft-ms 50] [--itl-ms 12]` prints its port; GET /truth gives the log and empties it: request id ->
-when the request arrived (kernel stamp) and, for every token, the times before and after its send (CLOCK_MONOTONIC ns).
+`python -m k25lib.load.truth [--ttft-ms 50] [--itl-ms 12]` prints its port; GET /truth gives the log and empties it:
+request id -> when the request arrived (kernel stamp) and, for every token, the times before and after its send
+(CLOCK_MONOTONIC, ns).
 It speaks as much of the completions API as the load client needs, and ends when its stdin closes.
 """
 
@@ -16,7 +17,8 @@ import struct
 import sys
 import time
 
-SO_TIMESTAMPNS, STAMP_SPACE = 35, socket.CMSG_SPACE(16)
+from k25lib.load.connection import SO_TIMESTAMPNS, STAMP_SPACE, clock_offset_ns
+
 now = time.monotonic_ns
 
 
@@ -53,10 +55,7 @@ class Truth:
         self.listener.setblocking(False)
         self.poller.register(self.listener, select.EPOLLIN)
         self.poller.register(sys.stdin, select.EPOLLIN)
-        self.offset_ns = min(
-            (after - before, real - (before + after) // 2)
-            for before, real, after in ((now(), time.time_ns(), now()) for _ in range(200))
-        )[1]
+        self.offset_ns = clock_offset_ns()
 
     def run(self):
         gc.freeze()

@@ -1,8 +1,8 @@
 """The load worker: a process of its own that keeps requests in flight and stores what came back, with its time.
 
-Run by path (`python worker.py`), with a pickled plan on stdin; frames go to stdout: ("ready", ...), ("progress", ...)
-once a second, ("result", ...). It imports nothing of ours, parses nothing but the end of a response, and builds
-nothing while requests are in flight. Times are CLOCK_MONOTONIC, in ns. SIGTERM ends the load and keeps what came.
+A pickled plan comes on stdin; frames go to stdout: ("ready", None), ("progress", ...), then ("result", ...) or
+("error", ...). It parses nothing but the end of a response, and builds nothing while requests are in flight.
+Times are CLOCK_MONOTONIC, in ns. SIGTERM ends the load and keeps what came.
 
 Receive times come from the kernel (SO_TIMESTAMPNS on the TCP socket), so that a busy client does not move them;
 where the platform has none, user-space times stand in and the result says so.
@@ -15,84 +15,45 @@ import pickle
 import resource
 import select
 import signal
-import socket
 import ssl
-import struct
 import sys
 import time
 
 import httptools
 
-SO_TIMESTAMPNS = 35  # Linux; not in the socket module
-STAMP_SPACE = socket.CMSG_SPACE(16)
+from k25lib.load.connection import Connection, Framing, clock_offset_ns
+
 READ, WRITE = 1, 4  # EPOLLIN, EPOLLOUT; the same numbers for poll
 HAS_EPOLL = hasattr(select, "epoll")
+GATHER_FROM = 32  # requests in flight from which the loop lets events gather
+GATHER_SHARE, MAX_GATHER_S = 0.0005, 0.001  # for how long: a share of the last request's time, so sends stay in time
 now = time.monotonic_ns
 
 
-def clock_offset_ns():
-    """Realtime minus monotonic clock, in ns: the tightest of 200 readings."""
-    best = None
-    for _ in range(200):
-        before, real, after = now(), time.time_ns(), now()
-        if best is None or after - before < best[0]:
-            best = (after - before, real - (before + after) // 2)
-    return best[1]
+def raise_priority():
+    """Run before others while the load lasts, as far as this user may: "realtime", "raised" or "normal".
+
+    The client needs little time, but at once: beside a server that keeps every core busy it would else wait for a
+    whole time slice, tokens would meet in the socket (only the last one's stamp survives), and slots stay empty.
+    """
+    for name, call in (
+        ("realtime", lambda: os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))),
+        ("raised", lambda: os.setpriority(os.PRIO_PROCESS, 0, -10)),
+    ):
+        try:
+            call()
+        except (OSError, AttributeError):  # not allowed, or not Linux
+            continue
+        return name
+    return "normal"
 
 
-class Framing:
-    """Whether an HTTP response is complete. It is fed only when it may be: a chunked body ends in an empty line."""
-
-    def __init__(self):
-        self.parser = httptools.HttpResponseParser(self)
-        self.chunked = self.sized = self.lazy = self.complete = self.started = False
-        self.fed = 0  # pieces
-
-    def on_header(self, name, value):
-        name = name.lower()
-        self.chunked |= name == b"transfer-encoding" and b"chunked" in value.lower()
-        self.sized |= name == b"content-length"
-
-    def on_headers_complete(self):
-        self.started, self.lazy = True, self.chunked
-
-    def ends_at_close(self):
-        return self.started and not self.chunked and not self.sized
-
-    def on_message_complete(self):
-        if self.parser.get_status_code() >= 200:  # 100 Continue and its kind precede the response
-            self.complete = True
-        self.chunked = self.sized = self.lazy = self.started = False
-
-    def feed(self, pieces):
-        """Feed the pieces not fed before; True when the response is complete."""
-        data = b"".join(piece[2] for piece in pieces[self.fed :])
-        self.fed = len(pieces)
-        self.parser.feed_data(data)
-        return self.complete
-
-
-class Connection:
-    """A keep-alive connection, and the exchange that is on it."""
-
-    __slots__ = (
-        "slot",
-        "sock",
-        "fd",
-        "tls",
-        "incoming",
-        "outgoing",
-        "pending",
-        "exchange",
-        "framing",
-        "used",
-        "free_ns",
-    )
-
-    def __init__(self, slot):
-        self.slot = slot
-        self.sock = self.tls = self.exchange = self.free_ns = None
-        self.pending, self.used = b"", 0
+def lower_priority(priority):
+    """Back to normal, for what comes after the load."""
+    if priority == "realtime":
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+    elif priority == "raised":
+        os.setpriority(os.PRIO_PROCESS, 0, 0)
 
 
 class Worker:
@@ -111,49 +72,15 @@ class Worker:
         self.open, self.busy, self.records = {}, {}, []
         self.stopped = self.kernel_stamps = False
         self.gone = self.deadline = None
-        self.next_tick_ns = 0
+        self.next_tick_ns, self.gather_s = 0, 0.0
         self.context = ssl.create_default_context() if plan["tls"] else None
 
-    # --- connections
+    # --- one exchange
 
     def connect(self, connection):
-        """Open the connection (and the TLS session), blocking: it is done before the load, or after a close."""
-        family, kind, proto, _, address = self.plan["address"]
-        sock = socket.socket(family, kind, proto)
-        try:
-            sock.settimeout(self.plan["connect_timeout_s"])
-            sock.connect(address)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.tls = None
-            if self.context:
-                connection.incoming, connection.outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-                connection.tls = self.context.wrap_bio(
-                    connection.incoming, connection.outgoing, server_hostname=self.plan["host"]
-                )
-                self.handshake(connection, sock)
-            if sys.platform == "linux":
-                sock.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
-        except OSError:
-            sock.close()
-            raise
-        sock.setblocking(False)
-        connection.sock, connection.fd, connection.used, connection.pending = sock, sock.fileno(), 0, b""
+        connection.open(self.plan, self.context)
         self.poller.register(connection.fd, READ)
         self.open[connection.fd] = connection
-
-    @staticmethod
-    def handshake(connection, sock):
-        while True:
-            try:
-                connection.tls.do_handshake()
-            except ssl.SSLWantReadError:
-                sock.sendall(connection.outgoing.read())
-                data = sock.recv(65536)
-                if not data:
-                    raise ConnectionResetError("closed during the TLS handshake") from None
-                connection.incoming.write(data)
-            else:
-                return sock.sendall(connection.outgoing.read())
 
     def close(self, connection):
         if connection.sock is not None:
@@ -161,9 +88,7 @@ class Worker:
             self.busy.pop(connection.fd, None)
             del self.open[connection.fd]
             connection.sock.close()
-            connection.sock = None
-
-    # --- one exchange
+            connection.sock = connection.tls = None
 
     def begin(self, connection, index, due_ns=None, retried=False):
         """Send request `index` on the connection, opening it again where the server closed it."""
@@ -180,12 +105,8 @@ class Worker:
                 if isinstance(error, TimeoutError):
                     self.gone = error  # each further try would block the loop as long
                 return self.finish(connection, "connect", error)
-        data = self.requests[index]
-        if connection.tls:
-            connection.tls.write(data)
-            data = connection.outgoing.read()
+        connection.pending = connection.encrypt(self.requests[index])
         connection.used += 1
-        connection.pending = data
         self.busy[connection.fd] = connection
         exchange["send_ns"] = now()
         if self.deadline is None and self.plan["max_ns"] and index >= self.plan["warmup"]:
@@ -207,61 +128,36 @@ class Worker:
             self.poller.modify(connection.fd, READ | WRITE if connection.pending else READ)
         return None
 
-    def receive(self, connection, space=STAMP_SPACE):
-        """Read once: a coalesced read has the last segment's stamp, so a full buffer is rare by design."""
+    def receive(self, connection):
+        """Store what one read brings; the response is looked at only when it may be complete."""
         try:
-            data, ancillary, _, _ = connection.sock.recvmsg(32768, space)
+            stamp_ns, read_ns, data, closed = connection.receive(self.offset_ns)
         except BlockingIOError:
             return None
-        except OSError as error:
+        except OSError as error:  # ssl.SSLError is one
             return self.broken(connection, error)
-        read_ns = stamp_ns = now()
-        for _, kind, value in ancillary:
-            if kind == SO_TIMESTAMPNS:
-                seconds, nanoseconds = struct.unpack("qq", value)
-                stamp_ns = seconds * 1_000_000_000 + nanoseconds - self.offset_ns
-                self.kernel_stamps = True
-        closed = not data
-        if connection.tls and data:
-            try:
-                data = self.decrypt(connection, data)
-            except ssl.SSLError as error:
-                return self.broken(connection, error)
         exchange = connection.exchange
-        if exchange is None and not closed and not data:
-            return None  # a TLS session ticket
-        if exchange is None:  # the server closed an idle connection, or sent what nobody asked for
-            return self.close(connection)
-        if closed:
-            return self.broken(connection, None)
-        if not data:
-            return None
-        pieces, framing = exchange["pieces"], connection.framing
-        pieces.append((stamp_ns, read_ns, data))
-        if framing.lazy and len(data) > 3 and data[-4:] != b"\r\n\r\n":
-            return None
-        try:
-            if framing.feed(pieces):
-                if not framing.parser.should_keep_alive():
-                    self.close(connection)
-                self.finish(connection, "complete")
-        except httptools.HttpParserError as error:
-            self.finish(connection, "bad_http", error)
-            self.close(connection)
-        return None
+        if exchange is None:  # idle: a TLS session ticket, or the server closes, or sends what nobody asked for
+            return self.close(connection) if closed or data else None
+        if data:
+            if stamp_ns is None:
+                stamp_ns = read_ns
+            else:
+                self.kernel_stamps = True
+            pieces, framing = exchange["pieces"], connection.framing
+            pieces.append((stamp_ns, read_ns, data))
+            if not framing.lazy or data[-4:] == b"\r\n\r\n" or len(data) < 4:
+                try:
+                    if framing.feed(pieces):
+                        return self.complete(connection)
+                except httptools.HttpParserError as error:
+                    return self.give_up(connection, "bad_http", error)
+        return self.broken(connection, None) if closed else None
 
-    @staticmethod
-    def decrypt(connection, data):
-        connection.incoming.write(data)
-        parts = []
-        try:
-            while part := connection.tls.read(32768):
-                parts.append(part)
-        except ssl.SSLWantReadError:
-            pass
-        except ssl.SSLZeroReturnError:
-            connection.incoming.write_eof()
-        return b"".join(parts)
+    def complete(self, connection):
+        self.finish(connection, "complete")
+        if not connection.framing.parser.should_keep_alive():
+            self.close(connection)
 
     def broken(self, connection, error):
         """The server closed or reset the connection. A reused one that brought nothing is tried once more."""
@@ -280,6 +176,7 @@ class Worker:
         exchange["end"], exchange["detail"], exchange["end_ns"] = end, None if detail is None else str(detail), now()
         connection.free_ns = exchange["pieces"][-1][0] if exchange["pieces"] else exchange["end_ns"]
         connection.exchange = None
+        self.gather_s = max(0.0, min(MAX_GATHER_S, (connection.free_ns - exchange["send_ns"]) / 1e9 * GATHER_SHARE))
         self.records.append(exchange)
         if connection.sock is not None:
             self.busy.pop(connection.fd, None)
@@ -307,12 +204,14 @@ class Worker:
         gc.collect()
         gc.freeze()
         gc.disable()
+        priority = raise_priority()
         cpu_s, start_ns = time.process_time(), now()
         if open_loop:
             self.hold_rate(connections, start_ns)
         else:
             self.hold_concurrency(connections)
         end_ns, cpu_s = now(), time.process_time() - cpu_s
+        lower_priority(priority)
         drift_ns = clock_offset_ns() - self.offset_ns
         if abs(drift_ns) > 1_000_000:  # the realtime clock was stepped: its stamps are worth nothing
             self.kernel_stamps = False
@@ -325,6 +224,7 @@ class Worker:
             "cpu_s": cpu_s,
             "stamps": "kernel" if self.kernel_stamps else "user",
             "clock_drift_ns": drift_ns,
+            "priority": priority,
             "not_sent": len(self.queue),
         }
 
@@ -388,6 +288,8 @@ class Worker:
                 free.append(connection)
         if now() >= self.next_tick_ns:
             free += self.tick()
+        if self.kernel_stamps and len(self.busy) >= GATHER_FROM:
+            time.sleep(self.gather_s)  # the stamps are made already: fewer, fuller turns cost less
         return free
 
     def tick(self):
