@@ -115,9 +115,12 @@ def _settings(args, tasks):
 
 def _model(args):
     from k25lib.model import load_model
+
+    if args.config:
+        return load_model(args.config)
     from k25lib.run import PROJECT
 
-    return load_model(args.config or PROJECT / "data" / "reference" / "kimi-k2.5" / "config.json")
+    return load_model(PROJECT / "data" / "reference" / "kimi-k2.5" / "config.json")
 
 
 def _batches(text):

@@ -30,6 +30,7 @@ FACTORS = {
     "alltoall": lambda n: (n - 1) / n,
     "dispatch+combine": lambda n: 2 * (n - 1) / n,  # two All-to-Alls of S each
 }
+HEAD_START = 500_000  # cycles that a GPU waits before a graph, so that launching it is not in its time
 RECORDED = ("NCCL_", "TORCH_NCCL", "TORCH_SYMM", "NVSHMEM", "GLOO_", "VLLM_ALLREDUCE", "CUDA_VISIBLE", "OMP_NUM")
 
 
@@ -117,6 +118,8 @@ def reducer(backend, control, device):
         return in_place, None
     if device.type != "cuda":
         raise NotRun(f"{backend} needs GPUs")
+    if backend == "symm_mem" and os.environ.get("VLLM_ALLREDUCE_USE_SYMM_MEM") == "0":
+        raise NotRun("switched off by VLLM_ALLREDUCE_USE_SYMM_MEM=0")
     os.environ.setdefault("VLLM_SKIP_P2P_CHECK", "1")  # its own check wants the server's process groups
     try:
         if backend == "pynccl":
@@ -134,7 +137,11 @@ def reducer(backend, control, device):
         raise NotRun(f"vLLM's {backend} is not usable here: {timing.one_line(error)}") from error
     if getattr(communicator, "disabled", False):
         raise NotRun(f"vLLM's {backend} disables itself on these GPUs (see its log)")
-    call = communicator.custom_all_reduce if backend == "custom" else communicator.all_reduce
+    call = {
+        "pynccl": lambda tensor: communicator.all_reduce(tensor, stream=torch.cuda.current_stream()),
+        "custom": getattr(communicator, "custom_all_reduce", None),
+        "symm_mem": communicator.all_reduce,
+    }[backend]
 
     def out_of_place(tensor):
         out = call(tensor)
@@ -142,7 +149,6 @@ def reducer(backend, control, device):
             raise NotRun(f"vLLM's {backend} does not take {tensor.numel() * 2} bytes")
         return out
 
-    out_of_place.keep = communicator
     return out_of_place, communicator.capture if backend == "custom" else None
 
 
@@ -267,13 +273,13 @@ class Bench:
                 raise NotRun("CUDA graphs need GPUs")
             return lambda: self._timed_cpu(all_of_it)
         if task["mode"] == "eager":
-            return lambda: self._timed_cuda(all_of_it)
+            return lambda: self._timed_cuda(all_of_it, 0)
         if context:
             with context():
                 graph = timing.capture(work)
         else:
             graph = timing.capture(work)
-        return lambda: self._timed_cuda(graph.replay)
+        return lambda: self._timed_cuda(graph.replay, HEAD_START)
 
     def _timed_cpu(self, run):
         dist.barrier(group=self.control)
@@ -281,10 +287,12 @@ class Bench:
         run()
         return (time.perf_counter_ns() - start) / 1e3
 
-    def _timed_cuda(self, run):
+    def _timed_cuda(self, run, cycles):
         torch.cuda.synchronize()
         dist.barrier(group=self.control)
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        if cycles:
+            torch.cuda._sleep(cycles)
         dist.all_reduce(self.aligner)  # on the stream, untimed: the ranks' clocks start within its own skew
         start.record()
         run()

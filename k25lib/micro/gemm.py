@@ -9,7 +9,6 @@ A task is one row: {"id", "name", "m", "n", "k", "batch" (matrices), "dtype": "b
 reference before it is timed. Cold: the distinct bytes that one pass reads are at least twice the last-level cache.
 """
 
-import importlib.metadata
 import math
 import statistics
 import sys
@@ -18,25 +17,19 @@ from dataclasses import dataclass, field
 import torch
 
 from k25lib.micro import timing
+from k25lib.micro.kernels import (
+    Kernel,
+    NotRun,
+    bind,
+    marlin_values,
+    marlin_weights,
+    pick,
+    version,
+    vllm_ops,
+    weight_bytes,
+)
 
 MEAN_BOUND, MAX_BOUND = 5e-3, 1e-2  # of |reference|; a looser mean alone passes a wrong last scale group
-SPREAD = 4.6  # standard deviation of uniform 4-bit integers: scales are divided by it, so that outputs are of order 1
-
-
-class NotRun(Exception):
-    """This row can't be had here; the message says why."""
-
-
-@dataclass
-class Kernel:
-    """One kernel: `pack(copies)` -> weights per copy, `call(x, weights)`, `dense()` -> the same weights in float32."""
-
-    name: str
-    backend: str
-    weights: object
-    call: object
-    dense: object
-    note: str = ""
 
 
 @dataclass
@@ -52,205 +45,6 @@ class Workload:
     copies: int
     batch: float
     extra: dict = field(default_factory=dict)
-
-
-def version(package):
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def vllm_ops():
-    """The namespaces `_C` and `_moe_C` of the installed vLLM. Raises NotRun with the reason where there are none."""
-    try:
-        import vllm._custom_ops  # noqa: F401 (registers the operators)
-    except Exception as error:  # a broken installation raises anything
-        raise NotRun(f"vLLM not usable here: {timing.one_line(error)}") from error
-    if not hasattr(torch.ops._C, "marlin_gemm"):
-        raise NotRun(f"vLLM {version('vllm')} has no marlin_gemm for this device")
-    return torch.ops._C, torch.ops._moe_C
-
-
-def bind(operator, values):
-    """The arguments of a torch operator in its own order, from values by name.
-
-    An argument without a value takes its default, or None where it is optional; any other is a NotRun that names it:
-    this vLLM has an argument that is unknown here.
-    """
-    arguments = []
-    for argument in operator.default._schema.arguments:
-        name = argument.name.removesuffix("_or_none")
-        if name in values:
-            arguments.append(values[name])
-        elif argument.has_default_value():
-            arguments.append(argument.default_value)
-        elif isinstance(argument.type, torch.OptionalType):
-            arguments.append(None)
-        else:
-            raise NotRun(f"{operator} of this vLLM wants an argument unknown here: {argument.name}")
-    return arguments
-
-
-# Weights: random 4-bit integers are the packed format itself, eight along K in an int32, least significant first.
-
-
-def random_int4(n, k, group, device, matrices=1):
-    """Packed [matrices, k/8, n] int32 and scales [matrices, k/group, n] bf16 of random W4A16 weights."""
-    if k % group or k % 8:
-        raise NotRun(f"K={k} is not a multiple of the group of {group}")
-    packed = torch.randint(-(2**31), 2**31, (matrices, k // 8, n), dtype=torch.int32, device=device)
-    scales = (torch.rand(matrices, k // group, n, device=device) + 0.5) / (SPREAD * math.sqrt(k))
-    return packed, scales.bfloat16()
-
-
-def unpack_int4(packed):
-    """[k/8, n] int32 -> [k, n] integers 0..15."""
-    shifts = torch.arange(0, 32, 4, device=packed.device, dtype=torch.int32)
-    return ((packed[:, None, :] >> shifts[None, :, None]) & 15).reshape(-1, packed.shape[1])
-
-
-def dequantize(packed, scales):
-    """The float32 weights [k, n] of packed uint4b8 integers: (q - 8) times the scale of its group."""
-    q = unpack_int4(packed)
-    return (q.float() - 8) * scales.float().repeat_interleave(q.shape[0] // scales.shape[0], 0)
-
-
-# Kernels. Each takes the task and the device and returns a Kernel of `matrices` independent weights.
-
-
-def bf16(task, device, matrices):
-    weights = torch.randn(matrices, task["n"], task["k"], device=device, dtype=torch.bfloat16) / math.sqrt(task["k"])
-    return Kernel(
-        "linear", torch_backend(device), list(weights), torch.nn.functional.linear, lambda i: weights[i].float().t()
-    )
-
-
-def bf16_batched(task, device, matrices):
-    shape = (matrices, task["batch"], task["k"], task["n"])
-    weights = torch.randn(shape, device=device, dtype=torch.bfloat16) / math.sqrt(task["k"])
-    return Kernel("bmm", torch_backend(device), list(weights), torch.bmm, lambda i: weights[i].float())
-
-
-def bf16_server(task, device, matrices):
-    """The small-batch kernels that vLLM uses for two of DeepSeek-V3's projections; NotRun where it would not."""
-    names = {"fused_qkv_a_proj": ("_C", "dsv3_fused_a_gemm"), "router gate": ("_moe_C", "dsv3_router_gemm")}
-    namespace, name = names.get(task["name"], (None, None))
-    if name is None or task["m"] > 16 or device != "cuda" or torch.cuda.get_device_capability()[0] not in (9, 10):
-        raise NotRun("no special kernel for this shape")
-    vllm_ops()
-    operator = getattr(getattr(torch.ops, namespace), name, None)
-    supported = {"dsv3_fused_a_gemm": [(2112, 7168)], "dsv3_router_gemm": [(256, 7168), (384, 7168)]}[name]
-    if operator is None or (task["n"], task["k"]) not in supported:
-        raise NotRun("no special kernel for this shape")
-    kernel = bf16(task, device, matrices)
-    router = name == "dsv3_router_gemm"
-
-    def call(x, w):
-        out = torch.empty(x.shape[0], task["n"], device=device, dtype=torch.float32 if router else torch.bfloat16)
-        operator(out, x, w if router else w.t())
-        return out
-
-    return Kernel(name, f"vllm {version('vllm')}", kernel.weights, call, kernel.dense)
-
-
-def marlin(task, device, matrices):
-    from_c, _ = vllm_ops()
-    weights, quant_id, workspace, dense = marlin_weights(task, device, matrices)
-    n, k = task["n"], task["k"]
-
-    def call(x, w):
-        values = {"a": x, "b_q_weight": w[0], "b_scales": w[1], "size_m": x.shape[0], "size_n": n, "size_k": k}
-        return from_c.marlin_gemm(*bind(from_c.marlin_gemm, values | marlin_values(quant_id, workspace)))
-
-    return Kernel("marlin_gemm", f"vllm {version('vllm')}", [(w[0], w[1]) for w in zip(*weights)], call, dense)  # noqa: B905
-
-
-def marlin_weights(task, device, matrices):
-    """Marlin's own layout [matrices, ...] of random weights, made by the server's functions, and the reference."""
-    from vllm.model_executor.layers.quantization.utils import marlin_utils
-    from vllm.scalar_type import scalar_types
-
-    n, k, group = task["n"], task["k"], task["group_size"]
-    if not ((n % 64 == 0 and k % 128 == 0) or (n % 128 == 0 and k % 64 == 0)):
-        raise NotRun(f"Marlin needs N%64 and K%128, or N%128 and K%64: not N={n}, K={k}")
-    repack = torch.ops._C.gptq_marlin_repack
-    packed, scales = random_int4(n, k, group, device, matrices)
-    empty = torch.empty(0, dtype=torch.int32, device=device)
-    values = {"perm": empty, "size_k": k, "size_n": n, "num_bits": 4, "is_a_8bit": False}
-    q = torch.stack([repack(*bind(repack, values | {"b_q_weight": matrix})) for matrix in packed])
-    s = torch.stack([marlin_utils.marlin_permute_scales(scale, k, n, group) for scale in scales])
-    workspace = marlin_utils.marlin_make_workspace_new(torch.device(device), 4)
-    return (q, s), scalar_types.uint4b8.id, workspace, lambda i: dequantize(packed[i], scales[i])
-
-
-def marlin_values(quant_id, workspace):
-    """The arguments that every Marlin call of the server has in common, under the names of all its versions."""
-    return {
-        **dict.fromkeys(("b_type_id", "b_q_type_id", "b_q_type"), quant_id),
-        **dict.fromkeys(("is_k_full", "is_full_k"), True),
-        **dict.fromkeys(("thread_k", "thread_n", "blocks_per_sm"), -1),
-        "workspace": workspace,
-        "use_atomic_add": False,
-        "use_fp32_reduce": True,
-        "is_zp_float": False,
-    }
-
-
-def torch_int4(task, device, matrices):
-    """torch's own INT4: tinygemm on a GPU, its CPU kernel without one."""
-    n, k, group = task["n"], task["k"], task["group_size"]
-    if n % 16 or (device == "cuda" and k % 128):
-        raise NotRun(f"torch's INT4 kernel does not take N={n}, K={k}")
-    packed, scales = random_int4(n, k, group, device, matrices)
-    weights = []
-    for matrix, scale in zip(packed, scales):  # noqa: B905
-        q = unpack_int4(matrix).t().contiguous()
-        if device == "cuda":
-            pairs = (q[:, ::2] << 4 | q[:, 1::2]).to(torch.uint8)
-            layout = torch.ops.aten._convert_weight_to_int4pack(pairs, 8)
-        else:
-            layout = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q, 1)
-        weights.append((layout, torch.stack([scale, torch.zeros_like(scale)], -1)))
-    operator = getattr(torch.ops.aten, "_weight_int4pack_mm" if device == "cuda" else "_weight_int4pack_mm_for_cpu")
-
-    return Kernel(
-        operator.__name__.split(".")[-1],
-        torch_backend(device),
-        weights,
-        lambda x, w: operator(x, w[0], group, w[1]),
-        lambda i: dequantize(packed[i], scales[i]),
-    )
-
-
-def torch_backend(device):
-    return f"torch {torch.__version__} {'cuBLAS' if device == 'cuda' else 'CPU'}"
-
-
-def pick(task, device, matrices):
-    """The kernel that the server would launch, or torch's own with a note that says why."""
-    if task["dtype"] == "bf16":
-        candidates = [bf16_batched] if task["batch"] > 1 and not task.get("experts") else [bf16_server, bf16]
-    elif task["dtype"] == "int4":
-        candidates = [marlin, torch_int4] if device == "cuda" else [torch_int4]
-    else:
-        raise NotRun(f"no kernel for {task['dtype']} weights here")
-    reasons = []
-    for build in candidates:
-        try:
-            kernel = build(task, device, matrices)
-        except NotRun as reason:
-            reasons.append(str(reason))
-            continue
-        kernel.note = "; ".join(reason for reason in reasons if reason != "no special kernel for this shape")
-        return kernel
-    raise NotRun("; ".join(reasons))
-
-
-def weight_bytes(task):
-    """Bytes of one weight matrix: 2 a parameter in BF16; half a byte and a BF16 scale a group in INT4."""
-    parameters = task["n"] * task["k"]
-    return parameters * 2 if task["dtype"] == "bf16" else parameters / 2 + parameters / task["group_size"] * 2
 
 
 def copies_for(task, one_bytes, cache_bytes, limit_bytes):
@@ -349,10 +143,10 @@ def grouped_workload(task, device, cache_bytes, limit_bytes):
     if task["role"] == "gate_up":
         shares = torch.ones_like(shares)
     try:
-        kernel, launches = marlin_grouped(task, device, layers, x, shares, routings)
+        kernel, launches = grouped_kernel(task, device, layers, x, shares, routings)
     except NotRun as reason:
         kernel, launches = one_by_one(task, device, layers, x, shares, routings)
-        kernel.note = "; ".join(filter(None, [str(reason), kernel.note]))
+        kernel.note = "; ".join(filter(None, {str(reason), kernel.note}))
 
     def check():
         out = launches[0]().view(m * top_k, task["n"])
@@ -378,10 +172,15 @@ def grouped_workload(task, device, cache_bytes, limit_bytes):
     )
 
 
-def marlin_grouped(task, device, layers, x, shares, routings):
-    """vLLM's grouped Marlin kernel over all experts, as its fused MoE layer calls it."""
+def grouped_kernel(task, device, *rest):
+    """The server's grouped kernel of these weights. Raises NotRun, without a word where none is known here."""
     if task["dtype"] != "int4" or device != "cuda":
         raise NotRun("")
+    return marlin_grouped(task, device, *rest)
+
+
+def marlin_grouped(task, device, layers, x, shares, routings):
+    """vLLM's grouped Marlin kernel over all experts, as its fused MoE layer calls it."""
     _, from_moe = vllm_ops()
     (q, s), quant_id, workspace, dense = marlin_weights(task, device, layers * task["experts"])
     down, (m, top_k) = task["role"] == "down", shares.shape
@@ -466,7 +265,7 @@ def measure(task, settings, device, cache_bytes, limit_bytes):
     row |= timing.summary(samples) | {"status": "ok", "launches": len(work.launches)}
     row["gb_s"] = work.bytes / row["time_us_median"] / 1e3
     row["tflop_s"] = work.flops / row["time_us_median"] / 1e6
-    if device == "cuda" and settings.get("kernel_times", True):
+    if device == "cuda" and task["state"] == "cold":
         row |= kernel_times(work.launches)
     return row
 
@@ -524,6 +323,7 @@ def main():
         output.event("abort", reason="no CUDA device that torch can use")
         return 1
     torch.set_grad_enabled(False)
+    torch.backends.cuda.matmul.allow_tf32 = False  # the references are float32
     torch.manual_seed(settings.get("seed", 0))
     if device == "cpu":
         torch.set_num_threads(settings.get("threads", 1))  # two threads on a busy machine wait for each other

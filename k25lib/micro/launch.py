@@ -24,7 +24,7 @@ from pathlib import Path
 from k25lib.errors import K25Error, UsageError
 from k25lib.hardware import find
 
-MODULES = ("timing.py", "gemm.py", "collectives.py")
+MODULES = ("timing.py", "kernels.py", "gemm.py", "collectives.py")
 RESTARTS = 6  # after so many deaths the rest is not run
 
 # Runs on the other side with the standard library alone. `-m torch.distributed.run` starts each rank in a session of
@@ -145,6 +145,11 @@ class Worker:
                 return event
             self.said.append(line.strip())
 
+    def wait(self, seconds):
+        """Give it this long to end by itself."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=seconds)
+
     def stop(self):
         """End it and all that it started; waits until it has gone. Returns the exit code."""
         with contextlib.suppress(OSError):
@@ -213,6 +218,8 @@ def drive(arguments, tasks, settings, python, env, timeout_s, row_timeout_s, on_
                     break
                 elif kind == "end":
                     finished = True
+                    worker.wait(5)  # to leave in order; a communicator that hangs at its end costs nothing more
+                    break
         finally:
             code = worker.stop()
         if not todo:

@@ -138,14 +138,34 @@ def relative_errors(out, reference):
     return (difference.mean() / size.mean()).item(), (difference.max() / size.max()).item()
 
 
-def gpu_state(index=0):
-    """Clocks (MHz), power (W), temperature and throttle reasons as nvidia-smi says them; empty without a GPU."""
+def gpu_state():
+    """Clocks (MHz), power (W), temperature and throttle reasons of the current GPU as text; empty without one."""
     if not torch.cuda.is_available():
         return ""
-    uuid = str(torch.cuda.get_device_properties(index).uuid)
+    uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+    try:
+        return _nvml_state(uuid)
+    except Exception:  # no NVML module here, or another version of it: its command says the same, slower
+        return _smi_state(uuid)
+
+
+def _nvml_state(uuid):
+    try:
+        import pynvml
+    except ImportError:
+        from vllm.third_party import pynvml
+    pynvml.nvmlInit()
+    handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+    clocks = [pynvml.nvmlDeviceGetClockInfo(handle, kind) for kind in (pynvml.NVML_CLOCK_SM, pynvml.NVML_CLOCK_MEM)]
+    power = pynvml.nvmlDeviceGetPowerUsage(handle) / 1e3
+    heat = pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)
+    reasons = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
+    return f"{clocks[0]} MHz, {clocks[1]} MHz, {power:.2f} W, {heat}, {reasons:#018x}"
+
+
+def _smi_state(uuid):
     for reasons in ("clocks_event_reasons", "clocks_throttle_reasons"):  # the name changed with driver 535
-        fields = _STATE.format(reasons)
-        command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", "-i", f"GPU-{uuid}"]
+        command = ["nvidia-smi", f"--query-gpu={_STATE.format(reasons)}", "--format=csv,noheader", "-i", uuid]
         try:
             answer = subprocess.run(command, capture_output=True, text=True, timeout=10)
         except (OSError, subprocess.TimeoutExpired) as error:
