@@ -25,6 +25,7 @@ class Facts:
     is_cpu: bool = True
     step: dict | None = None  # of the trace: kernel_sum_ms, busy_ms, span_ms, interval_ms
     categories: dict = field(default_factory=dict)  # category -> {"ms", "calls", "exposed_ms"}
+    others: dict = field(default_factory=dict)  # other captures: name -> (category that leads, percent of kernel time)
     communication: dict | None = None  # over paired ranks: wait_ms, transfer_ms, allreduce_transfer_us
     model: object = None
     shape: object = None  # the model's Step for this run: tp, batch, context
@@ -84,18 +85,23 @@ def gather_trace(facts, run, manifest):
     else:
         facts.missing.append(f"the parts of a decode step: capture {facts.capture} has no whole decode step")
         return
-    facts.categories = _categories(run.table("breakdown"), facts)
+    table = run.table("breakdown")
+    facts.categories = _categories(table, facts.capture, facts.batch)
+    for name in (name for name in names if name != facts.capture):
+        ms = {category: value["ms"] or 0.0 for category, value in _categories(table, name, "all").items()}
+        if sum(ms.values()):
+            facts.others[name] = (max(ms, key=ms.get), 100 * max(ms.values()) / sum(ms.values()))
     facts.communication = _communication(run.table("waits"), facts)
 
 
-def _categories(table, facts):
+def _categories(table, capture, batch):
+    """{category: {"ms", "calls", "exposed_ms"}} of the lowest rank of a capture, in the grouping that others fold."""
     if not {"capture", "batch", "rank", "category", "ms"} <= set(table):
         return {}
-    rows = table[(table["capture"] == facts.capture) & (table["batch"].astype(str) == facts.batch)]
-    rows = rows[rows["rank"] == facts.step["rank"]]
-    for column in ("group", "grouping"):  # one table may hold several groupings; `fine` is the one that all come from
-        if column in rows:
-            rows = rows[rows[column] == "fine"]
+    rows = table[(table["capture"] == capture) & (table["batch"].astype(str) == batch)]
+    rows = rows[rows["rank"] == rows["rank"].min()]
+    if "group" in rows:
+        rows = rows[rows["group"] == "fine"]
     columns = [name for name in ("ms", "calls", "exposed_ms") if name in rows]
     return {row["category"]: {name: number(row[name]) for name in columns} for row in rows.to_dict("records")}
 
@@ -123,10 +129,18 @@ def _model(facts, run, manifest):
     overrides = overrides.get("text_config", overrides) if isinstance(overrides, dict) else None
     load = (manifest.get("macro") or {}).get("settings") or {}
     context = round((load.get("input_tokens") or 0) + (load.get("output_tokens") or 0) / 2)
-    batch = int(facts.level["concurrency"]) if facts.level else 1
+    replicas = flags.get("data_parallel_size") or 1
+    requests = facts.level["concurrency"] if facts.level else 1
     try:
         facts.model = load_model(path, overrides)
-        facts.shape = facts.model.step(tp=server.get("tp") or 1, batch=batch, context=context)
+        facts.shape = facts.model.step(
+            tp=server.get("tp") or 1,
+            batch=max(1, round(requests / replicas)),
+            context=context,
+            ep=bool(flags.get("enable_expert_parallel")),
+            dp=replicas,
+            kv_dtype="fp8" if "fp8" in str(flags.get("kv_cache_dtype")) else "auto",
+        )
     except K25Error as error:
         facts.missing.append(f"the bandwidth bound: {error}")
 
@@ -171,6 +185,8 @@ def _device(facts, run, manifest):
     facts.achievable_gb_s = measured.get("achievable_gb_s")
     gpus = (manifest.get("environment") or {}).get("gpus") or []
     name = (gpus[0].get("name") if isinstance(gpus[0], dict) else str(gpus[0])) if gpus else ""
+    if "device" in gemm and gemm["device"].notna().any():  # the server's, where it is on another machine
+        name = gemm["device"].dropna().iloc[0]
     facts.device = hardware.find(name or "")
     if facts.device is None and measured.get("peak_gb_s"):
         name = name or (manifest.get("environment") or {}).get("cpu") or "this device"

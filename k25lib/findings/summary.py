@@ -122,6 +122,9 @@ def _dominates(facts, categories, efficiency):
     if facts.communication:
         wait, transfer = facts.communication["wait_ms"], facts.communication["transfer_ms"]
         said += f"; communication is {transfer:.2f} ms of transfer and {wait:.2f} ms of waiting for other ranks"
+    for name, (category, percent) in facts.others.items():
+        if category != first:
+            said += f"; in capture {name} {_readable(category, facts)} leads ({percent:.0f} % of kernel time)"
     if efficiency:
         total_gb = (efficiency["weight_bytes"] + efficiency["kv_bytes"]) / 1e9
         said += f"; DRAM efficiency is {efficiency['percent']:.1f} % ({total_gb:.3f} GB a rank at "
@@ -237,7 +240,7 @@ def _whatif(facts):
     in_place_us = 1e3 * sum(value["ms"] for value in allreduce) / calls if calls else None
     transfer_us = (facts.communication or {}).get("allreduce_transfer_us")
     if in_place_us and facts.allreduces:
-        made.append(whatif.other_allreduce(calls, in_place_us, facts.allreduces, tpot_ms, transfer_us))
+        made += whatif.other_allreduces(calls, in_place_us, facts.allreduces, tpot_ms, transfer_us)[:3]
     if in_place_us:
         whole_us = transfer_us if transfer_us is not None else in_place_us
         made.append(whatif.faster_link(calls, whole_us, min(facts.link_us or 0.0, whole_us), 2, tpot_ms))

@@ -93,20 +93,20 @@ def expert_parallel(model, tp, batch, allreduce_us, alltoall_us, dram_gb_s, tpot
     return _range("expert parallelism", cases, tpot_ms)
 
 
-def other_allreduce(calls, current_us, candidates, tpot_ms, transfer_us=None):
-    """Another AllReduce, from measured prices: `candidates` {name: us} against `current_us` over `calls` a step.
+def other_allreduces(calls, current_us, candidates, tpot_ms, transfer_us=None):
+    """Other AllReduces, from measured prices `candidates` {name: us}, against `current_us` over `calls` a step.
 
-    transfer_us: the part of the current call that is transfer; the rest is waiting, which no algorithm shortens.
+    A range for each, the one that saves most first. transfer_us: the part of the current call that is transfer; the
+    rest is waiting for other ranks, which no algorithm shortens for sure.
     """
-    cases = []
+    made = []
     for name, us in candidates.items():
+        cases = [(f"{us:.4g} us against the whole call ({current_us:.4g} us)", calls * (current_us - us) / 1e3)]
         if transfer_us is not None:
-            said = f"{name} ({us:.4g} us) against the transfer alone ({transfer_us:.4g} us)"
+            said = f"{us:.4g} us against the transfer alone ({transfer_us:.4g} us), waiting stays"
             cases.append((said, calls * (transfer_us - us) / 1e3))
-        cases.append(
-            (f"{name} ({us:.4g} us) against the whole call ({current_us:.4g} us)", calls * (current_us - us) / 1e3)
-        )
-    return _range("another AllReduce", cases, tpot_ms)
+        made.append(_range(f"AllReduce by {name}", cases, tpot_ms))
+    return sorted(made, key=lambda row: -row["high_ms"])
 
 
 def faster_link(calls, transfer_us, bandwidth_us, times, tpot_ms):
