@@ -24,6 +24,10 @@ def add(commands):
     )
     compare.add_argument("--json", action="store_true", help="print one JSON object")
     compare.set_defaults(run=run_compare)
+    reference = commands.add_parser("reference", help="published campaigns, examined by their own figures")
+    reference.add_argument("name", nargs="?", metavar="NAME", help="a campaign of data/reference (default: list them)")
+    reference.add_argument("--json", action="store_true", help="print one JSON object")
+    reference.set_defaults(run=run_reference)
 
 
 def run_compare(args):
@@ -73,4 +77,45 @@ def _text(result):
     if result["environment"]:
         lines.append("environment:")
         lines += [f"  {row['what']}: {row['before']} -> {row['after']}" for row in result["environment"]]
+    return "\n".join(lines)
+
+
+def run_reference(args):
+    """Print a published campaign's review, or the list of campaigns; exit code 0."""
+    from k25lib.findings.campaigns import examine, references
+
+    if not args.name:
+        names = {name: campaign["campaign"]["name"] for name, campaign in references().items()}
+        if args.json:
+            print_json({"schema": "k25.reference/1", "campaigns": names})
+        else:
+            print("\n".join(f"{name:<28} {title}" for name, title in names.items()))
+        return 0
+    found = examine(args.name)
+    if args.json:
+        print_json({"schema": "k25.reference/1", **found})
+    else:
+        print(_reference_text(found))
+    return 0
+
+
+def _reference_text(found):
+    about = found["campaign"]
+    lines = [f"{about['name']} ({about['engine']}; {about['source']})"]
+    if found["contradictions"]:
+        lines += ["", "What does not close:"]
+        for row in found["contradictions"]:
+            lines += [f"- {row['finding']}: {row['detail']}", f"  so: {row['follows']}"]
+    if found["efficiency"]:
+        lines += ["", found["efficiency"]["text"], "The published efficiency comes out with:"]
+        lines += [f"- {row['inputs']} ({row['bytes'] / 1e9:.3f} GB)" for row in found["inputs"]]
+    for row in found["whatif"]:
+        lines += ["", f"{row['text']}:"]
+        lines += [f"  {case['saving_ms']:+6.2f} ms  {case['assumes']}" for case in row["cases"]]
+    unit = "%" if not found["efficiency"] else "ms"
+    lines += ["", "What dominates, and what comes when those before it are gone:"]
+    for row in found["next"]:
+        lines.append(
+            f"- {row['category']}: {row['ms']:g} {unit}, then {row['percent_without_those_before']:.0f} % of the rest"
+        )
     return "\n".join(lines)

@@ -2,14 +2,55 @@
 
 import tomllib
 
+from k25lib import hardware
+from k25lib.errors import UsageError
+from k25lib.model import load_model
 from k25lib.run import PROJECT
 
-from .whatif import next_bottlenecks
+from .closure import review
+from .efficiency import dram_efficiency, inputs_for
+from .whatif import expert_parallel, next_bottlenecks
+
+FOLDER = PROJECT / "data" / "reference"
+OTHER_DRAM_GB_S = 1597  # quoted for a Server Edition of the RTX PRO 6000, not confirmed by its maker
 
 
-def references(folder=PROJECT / "data" / "reference"):
+def references(folder=FOLDER):
     """All published campaigns as {name of the file: its tables}."""
     return {path.stem: tomllib.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.toml"))}
+
+
+def examine(name):
+    """One published campaign by its own figures: what does not close, its DRAM efficiency, what would have helped.
+
+    {"campaign", "contradictions", "efficiency", "inputs": what gives the published efficiency, "whatif", "next"}; parts
+    that lack figures are empty. Raises UsageError for a name that is not in data/reference.
+    """
+    known = references()
+    if name not in known:
+        raise UsageError(f"no published campaign {name!r}; there are {', '.join(known)}")
+    campaign = known[name]
+    about, headline = campaign["campaign"], campaign["headline"]
+    found = {"campaign": about, "contradictions": [], "efficiency": None, "inputs": [], "whatif": []}
+    shares = campaign.get("shares", {})
+    rest = {"everything else": 100 - sum(shares.values())} if shares else {}
+    found["next"] = next_bottlenecks(campaign.get("by_role") or {**shares, **rest})
+    if "config" not in about:
+        return found
+    model, device = load_model(FOLDER / about["config"]), hardware.find(about["hardware"])
+    tp, batch, tpot_ms = about["tp"], about["batch"], headline["tpot_ms"]
+    step = model.step(tp=tp, batch=batch)
+    shard = {"the embedding shard": model.shape.embedding_parameters // tp * model.dtype.bits // 8}
+    bandwidths = [OTHER_DRAM_GB_S, device.dram_gb_s]
+    prices = {"in place": next(row["us"] for row in campaign["allreduce"] if row["kind"] == "kernel")}
+    prices["in a burst"] = 1e3 * campaign["burst"]["ms"] / campaign["burst"]["calls"]
+    alltoall_us = campaign["alltoall"]["us"]
+    return found | {
+        "contradictions": review(campaign, model, device.dram_gb_s),
+        "efficiency": dram_efficiency(step, tpot_ms, device),
+        "inputs": inputs_for(headline["dram_efficiency_percent"], tpot_ms, step, bandwidths, shard),
+        "whatif": [expert_parallel(model, tp, batch, prices, alltoall_us, device.dram_gb_s, tpot_ms)],
+    }
 
 
 def beside(facts, categories, efficiency):

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
+from .steps import captures, decode_step
+
 METHOD = "1"  # goes up when a verdict would change
 CONFIDENCE = 0.95
 POWER = 0.8
@@ -97,10 +99,11 @@ def measurements(run):
         best = max((v for row in closed if (v := number(row.get("output_tok_s")))), default=None)
         found[f"TPOT at C={first['concurrency']:g}"] = number(first.get("tpot_ms_mean"))
         found["best throughput"] = best
-    steps = run.table("steps")
-    for row in steps.to_dict("records") if {"batch", "rank"} <= set(steps) else []:
-        if str(row["batch"]) == "all" and row["rank"] == steps["rank"].min():
-            found[f"decode step of {row.get('capture')}"] = number(row.get("interval_ms")) or number(row.get("span_ms"))
+    table = run.table("steps")
+    for capture in captures(table):
+        step = decode_step(table, capture)
+        if step:
+            found[f"decode step of {capture}"] = step["interval_ms"] or step["span_ms"]
     for row in closed:
         names = (("TPOT", "tpot_ms_mean"), ("median TTFT", "ttft_ms_p50"), ("throughput", "output_tok_s"))
         for name, column in names:

@@ -9,6 +9,7 @@ from k25lib import hardware
 from k25lib.errors import K25Error
 from k25lib.model import load_model
 
+from . import steps
 from .compare import number, usable_levels
 
 
@@ -24,7 +25,8 @@ class Facts:
     is_cpu: bool = True
     step: dict | None = None  # of the trace: kernel_sum_ms, busy_ms, span_ms, interval_ms
     categories: dict = field(default_factory=dict)  # category -> {"ms", "calls", "exposed_ms"}
-    communication: dict | None = None  # AllReduce over paired ranks: wait_ms, transfer_ms, calls
+    others: dict = field(default_factory=dict)  # other captures: name -> (category that leads, percent of kernel time)
+    communication: dict | None = None  # over paired ranks: wait_ms, transfer_ms, allreduce_transfer_us
     model: object = None
     shape: object = None  # the model's Step for this run: tp, batch, context
     device: hardware.Hardware | None = None
@@ -65,51 +67,55 @@ def _load(facts, run, manifest):
 
 def gather_trace(facts, run, manifest):
     """Add what the trace of the capture nearest to a single stream says: step, categories, communication."""
-    steps, records = run.table("steps"), manifest.get("captures") or {}
-    environment = manifest.get("environment") or {}
-    facts.is_cpu = not environment.get("gpus")
-    if not {"capture", "batch", "rank", "kernel_sum_ms"} <= set(steps):
+    table, records = run.table("steps"), manifest.get("captures") or {}
+    names, kernels = steps.captures(table), run.table("kernels")
+    facts.is_cpu = (manifest.get("server") or {}).get("kind") == "embedded"
+    if not names:
         facts.missing.append("the parts of a decode step: no breakdown of a trace")
         return
-    if "kind" in steps:
-        facts.is_cpu = "cpu" in set(steps["kind"])
     wanted = facts.level["concurrency"] if facts.level else 1
-    names = list(dict.fromkeys(steps["capture"]))
     facts.capture = min(names, key=lambda name: abs((records.get(name) or {}).get("concurrency", 1) - wanted))
-    rows = steps[(steps["capture"] == facts.capture) & (steps["rank"] == steps["rank"].min())]
-    batches = [str(batch) for batch in rows["batch"]]
-    facts.batch = f"{wanted:g}" if f"{wanted:g}" in batches else "all"
-    chosen = rows[rows["batch"].astype(str) == facts.batch]
-    if chosen.empty:
-        facts.missing.append(f"the parts of a decode step: capture {facts.capture} has no decode step")
+    if {"capture", "name"} <= set(kernels):
+        own = kernels[kernels["capture"] == facts.capture]["name"].astype(str)
+        facts.is_cpu = bool(own.str.startswith(("aten::", "_C::")).any())  # operators; a GPU's kernels have other names
+    for facts.batch in (f"{wanted:g}", "all"):
+        facts.step = steps.decode_step(table, facts.capture, facts.batch)
+        if facts.step:
+            break
+    else:
+        facts.missing.append(f"the parts of a decode step: capture {facts.capture} has no whole decode step")
         return
-    facts.step = {key: _plain(value) for key, value in chosen.iloc[0].items()}
-    facts.categories = _categories(run.table("breakdown"), facts, chosen.iloc[0]["rank"])
+    table = run.table("breakdown")
+    facts.categories = _categories(table, facts.capture, facts.batch)
+    for name in (name for name in names if name != facts.capture):
+        ms = {category: value["ms"] or 0.0 for category, value in _categories(table, name, "all").items()}
+        if sum(ms.values()):
+            facts.others[name] = (max(ms, key=ms.get), 100 * max(ms.values()) / sum(ms.values()))
     facts.communication = _communication(run.table("waits"), facts)
 
 
-def _categories(table, facts, rank):
+def _categories(table, capture, batch):
+    """{category: {"ms", "calls", "exposed_ms"}} of the lowest rank of a capture, in the grouping that others fold."""
     if not {"capture", "batch", "rank", "category", "ms"} <= set(table):
         return {}
-    rows = table[
-        (table["capture"] == facts.capture) & (table["rank"] == rank) & (table["batch"].astype(str) == facts.batch)
-    ]
-    for column in ("group", "grouping"):  # one table may hold several groupings; `fine` is the one that all come from
-        if column in rows:
-            rows = rows[rows[column] == "fine"]
+    rows = table[(table["capture"] == capture) & (table["batch"].astype(str) == batch)]
+    rows = rows[rows["rank"] == rows["rank"].min()]
+    if "group" in rows:
+        rows = rows[rows["group"] == "fine"]
     columns = [name for name in ("ms", "calls", "exposed_ms") if name in rows]
     return {row["category"]: {name: number(row[name]) for name in columns} for row in rows.to_dict("records")}
 
 
 def _communication(table, facts):
-    if not {"capture", "op", "wait_ms", "transfer_ms"} <= set(table):
+    """ms of a step over paired ranks: wait_ms and transfer_ms of all collectives; transfer_us of one AllReduce."""
+    if not {"capture", "op", "calls", "wait_ms", "transfer_ms"} <= set(table):
         return None
-    rows = table[table["capture"] == facts.capture]
-    return (
-        {key: float(rows[key].sum()) for key in ("wait_ms", "transfer_ms", "calls") if key in rows}
-        if len(rows)
-        else None
-    )
+    rows = table[(table["capture"] == facts.capture) & table["transfer_ms"].notna()]
+    if rows.empty:
+        return None
+    allreduce = rows[rows["op"] == "allreduce"]
+    each = 1e3 * float(allreduce["transfer_ms"].sum()) / float(allreduce["calls"].sum()) if len(allreduce) else None
+    return {**{name: float(rows[name].sum()) for name in ("wait_ms", "transfer_ms")}, "allreduce_transfer_us": each}
 
 
 def _model(facts, run, manifest):
@@ -123,10 +129,18 @@ def _model(facts, run, manifest):
     overrides = overrides.get("text_config", overrides) if isinstance(overrides, dict) else None
     load = (manifest.get("macro") or {}).get("settings") or {}
     context = round((load.get("input_tokens") or 0) + (load.get("output_tokens") or 0) / 2)
-    batch = int(facts.level["concurrency"]) if facts.level else 1
+    replicas = flags.get("data_parallel_size") or 1
+    requests = facts.level["concurrency"] if facts.level else 1
     try:
         facts.model = load_model(path, overrides)
-        facts.shape = facts.model.step(tp=server.get("tp") or 1, batch=batch, context=context)
+        facts.shape = facts.model.step(
+            tp=server.get("tp") or 1,
+            batch=max(1, round(requests / replicas)),
+            context=context,
+            ep=bool(flags.get("enable_expert_parallel")),
+            dp=replicas,
+            kv_dtype="fp8" if "fp8" in str(flags.get("kv_cache_dtype")) else "auto",
+        )
     except K25Error as error:
         facts.missing.append(f"the bandwidth bound: {error}")
 
@@ -171,13 +185,11 @@ def _device(facts, run, manifest):
     facts.achievable_gb_s = measured.get("achievable_gb_s")
     gpus = (manifest.get("environment") or {}).get("gpus") or []
     name = (gpus[0].get("name") if isinstance(gpus[0], dict) else str(gpus[0])) if gpus else ""
+    if "device" in gemm and gemm["device"].notna().any():  # the server's, where it is on another machine
+        name = gemm["device"].dropna().iloc[0]
     facts.device = hardware.find(name or "")
     if facts.device is None and measured.get("peak_gb_s"):
         name = name or (manifest.get("environment") or {}).get("cpu") or "this device"
         facts.device = hardware.Hardware(name, measured["peak_gb_s"], source="measured by 03_micro_gemm", measured=True)
     if facts.device is None:
         facts.missing.append(f"the bandwidth bound: no peak bandwidth is known for {name or 'this machine'}")
-
-
-def _plain(value):
-    return value if isinstance(value, str) else number(value)

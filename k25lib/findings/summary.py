@@ -8,6 +8,7 @@ from .facts import gather
 from .history import history, steps_by_run
 
 CHANGE_COLUMNS = ("metric", "unit", "before", "after", "change_percent", "low_percent", "high_percent", "verdict")
+CATCH_ALL = ("other", "fused_other", "unknown")
 PART_OF = {  # a part of the waterfall in words that a sentence can use
     "GEMMs above reading the weights": "GEMMs beyond the time that reading their weights takes",
     "attention above reading the KV cache": "attention",
@@ -89,11 +90,13 @@ def _number(facts):
     said = f"One token takes {_ms(level, 'tpot_ms')} at concurrency {level['concurrency']:g} (TPOT)"
     if best is not level:
         said += f"; the most throughput is {best['output_tok_s']:,.0f} tok/s, at concurrency {best['concurrency']:g}"
-    verdict = facts.plateau.get("verdict")
-    if verdict == "plateau":
-        said += f" (plateau from {facts.plateau.get('concurrency')})"
-    elif verdict:
-        said += f" ({verdict})"
+        verdict = facts.plateau.get("verdict")
+        words = {
+            "plateau": f"; the plateau begins at {facts.plateau.get('concurrency')}",
+            "still rising": ", still rising",
+            "cannot tell": "; whether that is the plateau cannot be told",
+        }
+        said += words.get(verdict, "")
     return said + ("; measured on a CPU, it says nothing of a GPU." if facts.is_cpu else ".")
 
 
@@ -107,35 +110,48 @@ def _ms(row, name):
 def _dominates(facts, categories, efficiency):
     if not categories:
         return "What dominates is not known: there is no breakdown of a decode step."
-    (first, ms), *rest = sorted(categories.items(), key=lambda pair: -pair[1])
-    total = sum(categories.values())
-    what = "operators' own CPU time (CPU operators, no GPU kernels)" if facts.is_cpu else "kernel time"
-    said = (
-        f"{_readable(first)} dominates the decode step: {ms:.2f} of {total:.2f} ms of {what} ({100 * ms / total:.0f} %)"
-    )
-    said += f", in capture {facts.capture}, batch {facts.batch}"
-    if rest:
-        said += f"; then {_readable(rest[0][0], False)} ({100 * rest[0][1] / total:.0f} %)"
-    if facts.communication and not facts.is_cpu:
+    step, total = facts.step, sum(categories.values())
+    whole = step["interval_ms"] or step["span_ms"]
+    (first, ms), *rest = _named(facts, categories)
+    then = ", ".join(f"{_readable(name, facts)} {value:.2f} ms" for name, value in rest[:2])
+    said = f"{_capital(_readable(first, facts))} dominates the decode step: {ms:.2f} of {whole:.2f} ms"
+    said += f" ({100 * ms / whole:.0f} %){then and f', then {then}'} (capture {facts.capture}, batch {facts.batch}"
+    if facts.is_cpu:
+        return f"{said}; CPU operators by their own time, {total:.2f} ms in all: there are no GPU kernels)."
+    said += f"; kernels overlap and add up to {total:.2f} ms)" if total > step["busy_ms"] * 1.01 else ")"
+    if facts.communication:
         wait, transfer = facts.communication["wait_ms"], facts.communication["transfer_ms"]
         said += f"; communication is {transfer:.2f} ms of transfer and {wait:.2f} ms of waiting for other ranks"
-    if efficiency and not facts.is_cpu:
-        said += f". {efficiency['text']}"
+    for name, (category, percent) in facts.others.items():
+        if category != first:
+            said += f"; in capture {name} {_readable(category, facts)} leads ({percent:.0f} % of kernel time)"
+    if efficiency:
+        total_gb = (efficiency["weight_bytes"] + efficiency["kv_bytes"]) / 1e9
+        said += f"; DRAM efficiency is {efficiency['percent']:.1f} % ({total_gb:.3f} GB a rank at "
+        said += f"{efficiency['dram_gb_s'] / 1e3:.3f} TB/s, {efficiency['context']} tokens of context)"
     return said + "."
+
+
+def _named(facts, categories):
+    """Categories that say what they are, and the time without any kernel, largest first."""
+    step = facts.step
+    idle = (step["interval_ms"] or step["span_ms"]) - step["busy_ms"]
+    parts = {name: ms for name, ms in categories.items() if name not in CATCH_ALL} | {"idle": max(0.0, idle)}
+    return sorted(parts.items(), key=lambda pair: -pair[1])
 
 
 def _next(facts, parts, categories, helps):
     if not parts:
         return "What next is not known: without a breakdown there is no ceiling."
     if facts.is_cpu:
-        (first, ms), *rest = sorted(categories.items(), key=lambda pair: -pair[1])
-        after = f"; after it comes {_readable(rest[0][0], False)} ({rest[0][1]:.2f} ms)" if rest else ""
-        return f"Next, on this CPU only: {_readable(first, False)}, with a ceiling of {ms:.2f} ms a step{after}."
+        (first, ms), *rest = _named(facts, categories)
+        after = f"; after it comes {_readable(rest[0][0], facts)}, {rest[0][1]:.2f} ms" if rest else ""
+        return f"Next, on this CPU only: {_readable(first, facts)}, with a ceiling of {ms:.2f} ms a step{after}."
     total = parts[-1]["ms"]
     order = sorted((row for row in parts if row["kind"] == "part"), key=lambda row: -row["ms"])[:2]
     names = [PART_OF.get(row["part"], row["part"]) for row in order]
     said = f"Next: {names[0]}, with a ceiling of {order[0]['ms']:.2f} ms ({100 * order[0]['ms'] / total:.0f} % of TPOT)"
-    said += f"; once it is gone, {names[1]} ({order[1]['ms']:.2f} ms)"
+    said += f"; after it comes {names[1]}, {order[1]['ms']:.2f} ms"
     sure = [row for row in helps if row["low_ms"] > 0]
     if sure:
         best = max(sure, key=lambda row: row["low_ms"])
@@ -146,10 +162,18 @@ def _next(facts, parts, categories, helps):
     return said + "."
 
 
-def _readable(category, start=True):
-    words = {"allreduce_nccl": "AllReduce (NCCL)", "allreduce_custom": "AllReduce (custom)", "allreduce": "AllReduce"}
-    text = words.get(category) or category.replace("_", " ").replace("moe", "MoE").replace("gemm", "GEMM")
-    return text[:1].upper() + text[1:] if start else text
+def _readable(category, facts):
+    words = {
+        "allreduce_nccl": "AllReduce (NCCL)",
+        "allreduce_custom": "AllReduce" if facts.is_cpu else "AllReduce (custom)",
+        "allreduce": "AllReduce",
+        "idle": "time between operators (Python, dispatch)" if facts.is_cpu else "time in which no kernel runs",
+    }
+    return words.get(category) or category.replace("_", " ").replace("moe", "MoE").replace("gemm", "GEMM")
+
+
+def _capital(text):
+    return text[:1].upper() + text[1:]
 
 
 def _headlines(facts, efficiency):
@@ -214,10 +238,9 @@ def _whatif(facts):
     allreduce = [v for name, v in facts.categories.items() if name.startswith("allreduce") and v.get("calls")]
     calls = sum(value["calls"] for value in allreduce)
     in_place_us = 1e3 * sum(value["ms"] for value in allreduce) / calls if calls else None
-    pair = facts.communication or {}
-    transfer_us = 1e3 * pair["transfer_ms"] / pair["calls"] if pair.get("calls") else None
+    transfer_us = (facts.communication or {}).get("allreduce_transfer_us")
     if in_place_us and facts.allreduces:
-        made.append(whatif.other_allreduce(calls, in_place_us, facts.allreduces, tpot_ms, transfer_us))
+        made += whatif.other_allreduces(calls, in_place_us, facts.allreduces, tpot_ms, transfer_us)[:3]
     if in_place_us:
         whole_us = transfer_us if transfer_us is not None else in_place_us
         made.append(whatif.faster_link(calls, whole_us, min(facts.link_us or 0.0, whole_us), 2, tpot_ms))

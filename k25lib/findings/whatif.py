@@ -93,31 +93,33 @@ def expert_parallel(model, tp, batch, allreduce_us, alltoall_us, dram_gb_s, tpot
     return _range("expert parallelism", cases, tpot_ms)
 
 
-def other_allreduce(calls, current_us, candidates, tpot_ms, transfer_us=None):
-    """Another AllReduce, from measured prices: `candidates` {name: us} against `current_us` over `calls` a step.
+def other_allreduces(calls, current_us, candidates, tpot_ms, transfer_us=None):
+    """Other AllReduces, from measured prices `candidates` {name: us}, against `current_us` over `calls` a step.
 
-    transfer_us: the part of the current call that is transfer; the rest is waiting, which no algorithm shortens.
+    A range for each, the one that saves most first. transfer_us: the part of the current call that is transfer; the
+    rest is waiting for other ranks, which no algorithm shortens for sure.
     """
-    cases = []
+    made = []
     for name, us in candidates.items():
+        cases = [(f"{us:.4g} us against the whole call ({current_us:.4g} us)", calls * (current_us - us) / 1e3)]
         if transfer_us is not None:
-            said = f"{name} ({us:.4g} us) against the transfer alone ({transfer_us:.4g} us)"
+            said = f"{us:.4g} us against the transfer alone ({transfer_us:.4g} us), waiting stays"
             cases.append((said, calls * (transfer_us - us) / 1e3))
-        cases.append(
-            (f"{name} ({us:.4g} us) against the whole call ({current_us:.4g} us)", calls * (current_us - us) / 1e3)
-        )
-    return _range("another AllReduce", cases, tpot_ms)
+        made.append(_range(f"AllReduce by {name}", cases, tpot_ms))
+    return sorted(made, key=lambda row: -row["high_ms"])
 
 
 def faster_link(calls, transfer_us, bandwidth_us, times, tpot_ms):
     """A link `times` as fast. bandwidth_us: the part of a call that grows with its size (S/B of a fit alpha + S/B)."""
     gain = 1 - 1 / times
+    said = (
+        "only the part that grows with size shrinks"
+        if bandwidth_us
+        else "the message is small: all latency, none shrinks"
+    )
     cases = [
-        (
-            f"only the part that grows with size ({bandwidth_us:.3g} us a call) shrinks",
-            calls * bandwidth_us * gain / 1e3,
-        ),
-        (f"the whole transfer ({transfer_us:.3g} us a call) shrinks", calls * transfer_us * gain / 1e3),
+        (f"{said} ({bandwidth_us:.3g} us a call)", calls * bandwidth_us * gain / 1e3),
+        (f"the whole transfer shrinks ({transfer_us:.3g} us a call)", calls * transfer_us * gain / 1e3),
     ]
     return _range(f"a link {times:g} times as fast", cases, tpot_ms)
 
@@ -170,7 +172,10 @@ def other_tp(model, tp, batch, context, dram_gb_s, tpot_ms, allreduce_us=None):
         freed = communication_ms if size == 1 else 0.0
         cases = [
             (f"{other.weight_bytes / 1e9:.2f} GB a rank, read at peak bandwidth", change + freed),
-            (f"all but the communication grows with the bytes read (x {stretch:.2f})", change * stretch + freed),
+            (
+                f"all but the communication scales with the bytes read ({stretch:.2f} times their bound)",
+                change * stretch + freed,
+            ),
         ]
         made.append(_range(f"tensor parallel {size}", cases, tpot_ms))
     return made
@@ -204,12 +209,8 @@ def _range(change, cases, tpot_ms):
         "high_ms": high,
         "low_percent": 100 * low / tpot_ms,
         "high_percent": 100 * high / tpot_ms,
-        "assumes": f"at best: {best[0]}" + (f"; at worst: {worst[0]}" if len(cases) > 1 else ""),
+        "assumes": f"at best: {best[0]}" + (f"; at worst: {worst[0]}" if low < high else ""),
         "cases": [{"assumes": said, "saving_ms": ms} for said, ms in cases],
-        "text": f"{change[:1].upper()}{change[1:]} would change the step by {_signed(-high)} to {_signed(-low)} ms "
-        f"({_signed(-100 * high / tpot_ms, 1)} to {_signed(-100 * low / tpot_ms, 1)} % of TPOT)",
+        "text": f"{change[:1].upper()}{change[1:]} would save {low:+.2f} to {high:+.2f} ms a step "
+        f"({100 * low / tpot_ms:+.1f} to {100 * high / tpot_ms:+.1f} % of TPOT)",
     }
-
-
-def _signed(value, digits=2):
-    return f"{value:+.{digits}f}"

@@ -58,25 +58,16 @@ class Step:
     def census(self, platform="gpu"):
         """Expected calls a decode step on one rank, by operation, for what can be counted in a trace.
 
-        On a GPU: collectives, grouped MoE GEMMs (two launches a layer), KV cache writes. In a trace of CPU operators
-        (`platform="cpu"`): attention and the fused MoE are one call a layer, `gemm` counts linear layers, `bmm` the
-        batched ones.
+        Collectives, KV cache writes (one a layer) and MoE GEMMs: two grouped launches a layer on a GPU. In a trace of
+        CPU operators (`platform="cpu"`) the fused MoE is one call a layer, and GEMMs can be counted too.
         """
         counts = {}
         for collective in self.collectives:
             counts[collective["op"]] = counts.get(collective["op"], 0) + collective["calls_per_step"]
+        counts |= {"moe_gemm": (1 if platform == "cpu" else 2) * self.moe_layers, "kv_cache": self.layers}
         if platform == "cpu":
-            batched = [g for g in self.gemms if g["sharding"] == "heads"]
-            linear = [g for g in self.gemms if g["category"] == "gemm" and g["sharding"] != "heads"]
-            counts |= {"attention": self.layers, "moe_gemm": self.moe_layers}
-            counts |= {"gemm": _calls(linear), "bmm": _calls(batched)}
-        else:
-            counts |= {"moe_gemm": 2 * self.moe_layers, "kv_cache": self.layers}
+            counts["gemm"] = sum(gemm["calls_per_step"] for gemm in self.gemms if gemm["category"] == "gemm")
         return {operation: calls for operation, calls in counts.items() if calls}
-
-
-def _calls(gemms):
-    return sum(gemm["calls_per_step"] for gemm in gemms)
 
 
 class Model:

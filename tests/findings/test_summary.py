@@ -24,17 +24,20 @@ LEVELS = [
     {"concurrency": 128, "tpot_ms_mean": 37.96, "output_tok_s": 2534.0, "void": False},
 ]
 STEPS = [
-    {"capture": capture, "rank": rank, "batch": batch, "kernel_sum_ms": ms, "busy_ms": 7.41, "span_ms": 8.68,
-     "interval_ms": 8.7}
+    {"capture": capture, "rank": rank, "step": step, "kind": "decode" if step else "prefill", "batch": 1,
+     "start_ns": step * 8_700_000, "kernel_sum_ms": ms if step else 30.0, "busy_ms": 7.41, "span_ms": 8.68}
     for capture, ms in (("c64", 21.0), ("c1", 8.1))
     for rank in (0, 1)
-    for batch in ("1", "all")
+    for step in range(4)
 ]  # fmt: skip
 CATEGORIES = {"moe_gemm": 1.95, "gemm": 2.5, "allreduce_nccl": 0.96, "attention": 0.9, "norm": 1.79}
 BREAKDOWN = [
     {"capture": "c1", "rank": 0, "batch": batch, "category": name, "calls": 123, "ms": ms, "exposed_ms": ms}
     for batch in ("1", "all")
     for name, ms in CATEGORIES.items()
+] + [
+    {"capture": "c64", "rank": 0, "batch": "all", "category": name, "ms": ms}
+    for name, ms in (("moe_gemm", 12), ("norm", 9))
 ]
 COLLECTIVES = [
     {"purpose": purpose, "op": op, "bytes": size, "calls": 122, "mode": mode, "backend": backend,
@@ -76,17 +79,17 @@ def test_three_sentences_of_a_whole_run(whole):
     number, dominates, following = plain(summarise(whole))["sentences"]
     assert number == (
         "One token takes 8.64 ms (95 %: 8.60 to 8.70) at concurrency 1 (TPOT); "
-        "the most throughput is 2,534 tok/s, at concurrency 128 (still rising)."
+        "the most throughput is 2,534 tok/s, at concurrency 128, still rising."
     )
     assert dominates.startswith(
-        "GEMM dominates the decode step: 2.50 of 8.10 ms of kernel time (31 %), "
-        "in capture c1, batch 1; then MoE GEMM (24 %)"
+        "GEMM dominates the decode step: 2.50 of 8.70 ms (29 %), then MoE GEMM 1.95 ms, norm 1.79 ms "
+        "(capture c1, batch 1; kernels overlap and add up to 8.10 ms)"
     )
     assert "communication is 0.90 ms of transfer and 0.06 ms of waiting" in dominates
-    assert "DRAM efficiency 16.7 %" in dominates
-    assert "(160 tokens of context) at 4.800 TB/s (H200 SXM, peak)" in dominates
+    assert "in capture c64 MoE GEMM leads (57 % of kernel time)" in dominates
+    assert "DRAM efficiency is 16.7 % (6.922 GB a rank at 4.800 TB/s, 160 tokens of context)" in dominates
     assert following.startswith("Next: GEMMs beyond the time that reading their weights takes, with a ceiling of 3.0")
-    assert "once it is gone, other kernels (1.79 ms)" in following
+    assert "after it comes other kernels, 1.79 ms" in following
     assert "gives most in the worst case" in following
 
 
@@ -101,8 +104,13 @@ def test_tables_of_a_whole_run(whole):
     assert (found["headlines"][0]["low"], found["headlines"][0]["unit"]) == (8.6, "ms")
     assert [row["finding"] for row in found["contradictions"]] == ["calls that the model does not predict"]
     changes = {row["change"]: row for row in found["whatif"]}
-    assert {"another AllReduce", "a link 2 times as fast", "expert parallelism"} <= set(changes)
-    assert changes["another AllReduce"]["high_ms"] == pytest.approx(0.96 - 123 * 4e-3)
+    assert {
+        "AllReduce by custom graph",
+        "AllReduce by nccl graph",
+        "a link 2 times as fast",
+        "expert parallelism",
+    } <= set(changes)
+    assert changes["AllReduce by custom graph"]["high_ms"] == pytest.approx(0.96 - 123 * 4e-3)
     assert all(row["low_ms"] <= row["high_ms"] for row in found["whatif"])
     assert found["micro"] == [
         {"part": "122 AllReduces at the burst price", "micro_ms": pytest.approx(0.854), "trace_ms": pytest.approx(0.96)}
@@ -140,10 +148,11 @@ def test_a_trace_alone_closes_on_its_own_step(make_run):
 def test_a_cpu_run_is_labelled(make_run):
     environment = {"gpus": [], "cpu": "Some CPU"}
     gloo = [row | {"backend": "gloo", "comparable": False} for row in COLLECTIVES]
-    tables = {"levels": LEVELS, "steps": STEPS, "breakdown": BREAKDOWN, "collectives": gloo}
+    kernels = [{"capture": "c1", "name": "aten::mm"}]
+    tables = {"levels": LEVELS, "steps": STEPS, "breakdown": BREAKDOWN, "kernels": kernels, "collectives": gloo}
     found = plain(summarise(make_run(tables, **(GPU | {"environment": environment}))))
     assert found["sentences"][0].endswith("measured on a CPU, it says nothing of a GPU.")
-    assert "CPU operators, no GPU kernels" in found["sentences"][1]
+    assert "CPU operators by their own time, 8.10 ms in all: there are no GPU kernels" in found["sentences"][1]
     assert found["sentences"][2].startswith("Next, on this CPU only: GEMM, with a ceiling of 2.50 ms a step")
     assert found["whatif"] == []
     assert any("not computed for a CPU" in text for text in found["missing"])
