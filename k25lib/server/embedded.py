@@ -12,9 +12,10 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from k25lib.client import Client, NotReady, ServerDown
 from k25lib.errors import K25Error
+from k25lib.redaction import redact
 from k25lib.server import startup, supervisor, vllm_cpu
+from k25lib.server.watch import LogFile, wait_until_ready
 
 MODEL = "tiny-kimi-k2.5"
 TP = 2
@@ -111,7 +112,8 @@ class Embedded:
         """The last error of the server's log in one line, or how it ended; '' while it lives."""
         if self.is_alive():
             return ""
-        return startup.last_error(self._own_log()) or self._refresh().get("ended") or "its supervisor was killed"
+        error = redact(startup.last_error(self._own_log()))
+        return error or self._refresh().get("ended") or "its supervisor was killed"
 
     def __enter__(self):
         return self if self.is_alive() else self.start()
@@ -176,23 +178,14 @@ class Embedded:
         self._adopt(description)
 
     def _wait(self, on_stage, limit_s):
-        client, deadline, said = Client(self.url, timeout_s=5.0), time.monotonic() + limit_s, ""
-        while True:
-            if self._process.poll() is not None:
-                if re.search(r"[Aa]ddress already in use", self._own_log()) and not self.asked_port:
-                    raise _PortTaken
-                raise K25Error(f"the embedded server died while starting: {self.why_died()}; its log is {self.log}")
-            try:
-                client.ready()
-                break
-            except (ServerDown, NotReady) as error:
-                if time.monotonic() > deadline:
-                    raise K25Error(f"the embedded server is not ready after {limit_s:g} s: {error}") from None
-            stage = startup.stage(self._own_log())
-            if stage != said:
-                said = stage
-                on_stage(stage)
-            time.sleep(0.2)
+        starting = {"log": LogFile(self.log, self._log_start), "alive": lambda: self._process.poll() is None}
+        starts = vllm_cpu.cache_dir(self.root) / "starts.json"
+        try:
+            wait_until_ready(self.url, **starting, say=on_stage, limit_s=limit_s, every_s=0.2, starts=starts)
+        except K25Error as error:
+            if not self.asked_port and re.search(r"[Aa]ddress already in use", self._own_log()):
+                raise _PortTaken from None
+            raise K25Error(f"embedded server: {error}; its log is {self.log}") from None
         self._adopt(self._refresh())
         on_stage(f"ready: {self.model} at {self.url}")
 

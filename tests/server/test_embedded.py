@@ -143,7 +143,10 @@ def test_a_server_deaf_to_sigterm_is_killed(fake_vllm, monkeypatch):
 def test_why_a_start_failed(fake_vllm, monkeypatch):
     monkeypatch.setenv("FAKE_VLLM", "die")
     server = Embedded(fake_vllm)
-    with pytest.raises(K25Error, match=r"died while starting: ValueError: no room for the cache; its log is .*log$"):
+    with pytest.raises(
+        K25Error,
+        match=r"^embedded server: the server died while starting: ValueError: no room for the cache; its log is .*log$",
+    ):
         server.start()
     assert server.why_died() == "ValueError: no room for the cache"
 
