@@ -16,7 +16,9 @@ from k25lib.errors import K25Error, UsageError
 
 def notebook(path, *cells, parameters='run: str = ""  # run\nn: int = 1  # a number'):
     """Write a notebook with a parameters cell and these code cells."""
-    book = nbformat.v4.new_notebook(metadata={"kernelspec": {"name": "python3", "display_name": "", "language": "python"}})
+    book = nbformat.v4.new_notebook(
+        metadata={"kernelspec": {"name": "python3", "display_name": "", "language": "python"}}
+    )
     book.cells = [nbformat.v4.new_code_cell(parameters, metadata={"tags": ["parameters"]})]
     book.cells += [nbformat.v4.new_code_cell(textwrap.dedent(cell)) for cell in cells]
     nbformat.write(book, path)

@@ -87,7 +87,9 @@ def test_the_captures_are_whole(campaign):
 def test_the_breakdown_counts_the_steps_and_the_calls_of_the_model(campaign):
     run = campaign[2]
     breakdown = run.table("breakdown")
-    rank0 = breakdown[(breakdown["capture"] == "c1") & (breakdown["rank"] == 0) & (breakdown["batch"].astype(str) == "all")]
+    rank0 = breakdown[
+        (breakdown["capture"] == "c1") & (breakdown["rank"] == 0) & (breakdown["batch"].astype(str) == "all")
+    ]
     calls = rank0.groupby("category")["calls"].sum()
     assert sum(calls[name] for name in calls.index if name.startswith("allreduce")) == pytest.approx(9)
     assert calls["moe_gemm"] == pytest.approx(3)
@@ -190,11 +192,21 @@ def test_a_server_killed_in_the_middle_of_the_sweep(tmp_path):
 
     with Embedded(PROJECT, profiler=False) as server:
         environment = {**os.environ, "K25_RUNS": str(tmp_path / "runs"), "K25_REPORTS": str(tmp_path / "reports")}
-        words = ["run", "--url", server.url, "--set", "macro.concurrency=[1, 2]", "--set", "macro.requests_per_slot=400"]
+        words = [
+            "run",
+            "--url",
+            server.url,
+            "--set",
+            "macro.concurrency=[1, 2]",
+            "--set",
+            "macro.requests_per_slot=400",
+        ]
         campaign = subprocess.Popen(
             [sys.executable, "-m", "k25lib", *words], env=environment, stderr=subprocess.PIPE, text=True, cwd=tmp_path
         )
-        wait_for(lambda: Run.all(tmp_path / "runs") and states(only_run(tmp_path)).get("02_macro") == "running", 120, "02")
+        wait_for(
+            lambda: Run.all(tmp_path / "runs") and states(only_run(tmp_path)).get("02_macro") == "running", 120, "02"
+        )
         time.sleep(12)
         os.kill(server.pid, signal.SIGKILL)
         _, said = campaign.communicate(timeout=600)
