@@ -3,7 +3,7 @@
 import pandas as pd
 
 from k25lib.report import notebook
-from k25lib.report.figures import summary
+from k25lib.report.figures import collectives, gemm, summary
 
 
 def figures(run, found):
@@ -12,11 +12,21 @@ def figures(run, found):
     made = []
     if {"part", "ms", "kind"} <= set(closure):
         made.append(summary.waterfall(closure))
-    steps = _steps(run.table("breakdown"))
+    steps = pd.DataFrame.from_records(found.get("steps_by_run") or [])
+    steps = steps if len(steps) and steps.step.nunique() > 1 else _steps(run.table("breakdown"))
     if len(steps):
         made.append(summary.step_by_category(steps))
     if {"change", "low_ms", "high_ms"} <= set(whatif):
         made.append(summary.whatif(whatif))
+    levels = run.table("levels")
+    if len(levels) and {"tok_s_per_user", "tok_s_per_gpu", "concurrency"} <= set(levels):
+        good = levels[levels["concurrency"].notna() & levels["tok_s_per_user"].notna()]
+        if len(good):
+            made.append(summary.throughput(good))
+    if len(gemm.timed(run.table("gemm"), 1, "cold")):
+        made.append(gemm.roofline(run.table("gemm"), 1))
+    if len(collectives.timed(run.table("collectives"), "sizes", "expert parallel")):
+        made.append(collectives.latency(run.table("collectives")))
     history = pd.DataFrame.from_records(found.get("history") or [])
     if len(history) > 1:
         made.append(summary.history(history, **found["history_of"]))

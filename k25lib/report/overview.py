@@ -2,6 +2,8 @@
 
 import json
 
+from k25lib.findings.compare import readable
+from k25lib.findings.summary import summarise
 from k25lib.report import tables
 from k25lib.report.escape import plain
 from k25lib.run import Run
@@ -17,8 +19,8 @@ _UNFINISHED = {"pending": "has not run yet", "running": "is running", "failed": 
 def overview(run):
     """The run's facts as a dict for the templates; complete for a run that has nothing but a manifest."""
     manifest = run.manifest
-    before = previous(run)
     found = _summary(run)
+    before = previous(run, found.get("previous"))
     environment = manifest.get("environment") or {}
     server = manifest.get("server") or {}
     return {
@@ -35,23 +37,28 @@ def overview(run):
         "previous": before.path.name if before else "",
         "environment": differences(_facts(manifest), _facts(before.manifest) if before else {}),
         "settings": rows(manifest.get("settings") or {}) | rows(manifest.get("method") or {}, "method"),
-        "phases": [{"name": name, **phase} for name, phase in sorted((manifest.get("phases") or {}).items())],
+        "phases": [
+            {"name": name, **phase, "question": plain(phase.get("question") or "").strip("*_# ")}
+            for name, phase in sorted((manifest.get("phases") or {}).items())
+        ],
         "summary": found,
         "missing": [*_unfinished(manifest.get("phases") or {}), *found.get("missing", [])],
     }
 
 
-def previous(run):
-    """The newest earlier run of the same name beside `run`, or None."""
-    mine, earlier = run.manifest, []
-    for other in Run.all(run.path.parent):
-        try:
-            theirs = other.manifest
-        except (ValueError, OSError):  # a damaged neighbour does not stop this run's report
-            continue
-        if theirs.get("name") == mine.get("name") and str(theirs.get("created")) < str(mine.get("created")):
-            earlier.append((str(theirs["created"]), other))
-    return max(earlier, key=lambda pair: pair[0], default=(None, None))[1]
+def previous(run, named=""):
+    """The run that `run` is compared with: the one `named` in its findings, else the newest earlier one of its name."""
+    mine, runs = run.manifest, readable(Run.all(run.path.parent))
+    earlier = [
+        other
+        for other in runs
+        if other.manifest.get("name") == mine.get("name")
+        and str(other.manifest.get("created")) < str(mine.get("created"))
+    ]
+    return next(
+        (other for other in earlier if other.path.name == named),
+        max(earlier, key=lambda other: str(other.manifest["created"]), default=None),
+    )
 
 
 def rows(value, prefix=""):
@@ -121,11 +128,6 @@ def _unfinished(phases):
         for name, phase in sorted(phases.items())
         if phase.get("state") in _UNFINISHED
     ]
-
-
-def summarise(run):
-    """The findings of `run`; none before its first results."""
-    return {}
 
 
 def _summary(run):

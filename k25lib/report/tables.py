@@ -112,7 +112,7 @@ def of_run(run):
     """The tables of `run` that its document shows, in order: dicts of `table` with `name` and `phase` beside."""
     found = []
     for spec in _specs("table"):
-        frame = run.table(spec["name"])
+        frame = _chosen(run.table(spec["name"]), spec)
         by = spec.get("sort", "").lstrip("-")
         if by in frame.columns:
             frame = frame.sort_values(by, ascending=not spec["sort"].startswith("-"), kind="stable")
@@ -120,6 +120,16 @@ def of_run(run):
         if made:
             found.append({**made, "name": spec["name"], "phase": spec["phase"]})
     return found
+
+
+def _chosen(frame, spec):
+    """The rows that `only` asks for, and of `first` column those with its smallest value."""
+    for column, wanted in spec.get("only", {}).items():
+        if column in frame:
+            frame = frame[frame[column].astype(str) == wanted]
+    if spec.get("first") in frame and len(frame):
+        frame = frame[frame[spec["first"]] == frame[spec["first"]].min()]
+    return frame
 
 
 def _specs(kind):

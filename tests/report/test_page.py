@@ -74,7 +74,7 @@ def test_a_run_with_nothing_has_no_figures_and_no_plotly(bare_run, tmp_path):
     soup = page(bare_run, [], tmp_path)
     assert not soup(class_="plot")
     assert not soup("script")
-    assert "There are no findings yet." in soup.get_text()
+    assert "The number is missing" in soup.get_text()
 
 
 def test_a_damaged_notebook_is_said(make_run, tmp_path):
