@@ -1,6 +1,5 @@
 """Runs a plan: one phase after another, each with a state and a reason, a report after every one."""
 
-import shutil
 import signal
 import sys
 import time
@@ -15,6 +14,7 @@ from k25lib.campaign.report import write_report
 from k25lib.campaign.servers import Unavailable
 from k25lib.environment import machine
 from k25lib.errors import K25Error
+from k25lib.redaction import redact
 from k25lib.run import Run, reports_root, runs_root
 from k25lib.settings import from_tree, to_tree
 
@@ -98,7 +98,8 @@ class Runner:
         """A copy of the server's log belongs to the run, where we can read it."""
         log = self.run.manifest.get("server", {}).get("log")
         if log and Path(log).is_file():
-            shutil.copyfile(log, self.run.log("server"))
+            text = Path(log).read_text(encoding="utf-8", errors="replace")
+            self.run.log("server").write_text(redact(text), encoding="utf-8")
 
     def _state(self, phase, state, why="", **more):
         with self.run.changing() as manifest:

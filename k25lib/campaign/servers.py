@@ -7,6 +7,7 @@ from k25lib.environment import gpus
 from k25lib.errors import K25Error
 from k25lib.run import PROJECT
 from k25lib.server.embedded import Embedded
+from k25lib.server.identity import discover
 
 
 class Unavailable(K25Error):
@@ -25,7 +26,7 @@ class External:
         """Facts for the manifest once something answers at the URL; raises K25Error if nothing does."""
         self.client.health()
         told = {k: v for k in ("model", "tp", "python", "config", "traces", "log") if (v := getattr(self.settings, k))}
-        return {"kind": "external", "url": self.client.shown_url, **told}
+        return {"kind": "external", "url": self.client.shown_url, **discover(self.client.url), **told}
 
     def free(self):
         """Raises Unavailable on a GPU machine, where the server holds the GPUs."""

@@ -1,8 +1,13 @@
 """What a running server is: version, model, flags and kernels, asked over HTTP and read from its log."""
 
+import contextlib
+import json
 import time
+from ipaddress import ip_address
 from pathlib import Path
+from urllib.parse import urlsplit
 
+from k25lib.server import process
 from k25lib.server.chosen import chosen, flags, traces_folder
 
 
@@ -32,6 +37,45 @@ def identify(client, model="", log=""):
         **told,
     }
     return {key: value for key, value in facts.items() if value not in (None, "", {})}
+
+
+def discover(url):
+    """What this machine tells of the server at `url`: python, log, traces; {} if it is another machine's, or hidden."""
+    parts = urlsplit(url)
+    if not _is_here(parts.hostname):
+        return {}
+    found = process.find(parts.port or (443 if parts.scheme == "https" else 80))
+    if not found:
+        return {}
+    argv = found["argv"]
+    python = argv[0] if argv and Path(argv[0]).name.startswith("python") and Path(argv[0]).is_absolute() else ""
+    told = {"python": python, "log": found["log"], "traces": str(_profiler_folder(found) or "")}
+    return {name: value for name, value in told.items() if value}
+
+
+def _is_here(host):
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _profiler_folder(found):
+    """The folder of vLLM's torch profiler from a process's arguments, environment or log; None if it has none."""
+    argv = found["argv"]
+    words = [w.partition("=")[2] for w in argv if w.startswith("--profiler-config=")]
+    words += [argv[n + 1] for n, w in enumerate(argv[:-1]) if w == "--profiler-config"]
+    folder = None
+    for word in words:
+        try:
+            folder = json.loads(word).get("torch_profiler_dir")
+        except (ValueError, AttributeError):
+            continue
+    with contextlib.suppress(OSError):  # another user's process
+        folder = folder or process.environment(found["pid"]).get("VLLM_TORCH_PROFILER_DIR")
+    if not folder and found["log"]:
+        folder = traces_folder(Path(found["log"]).read_text(encoding="utf-8", errors="replace"))
+    return Path(found["cwd"]) / folder if folder else None
 
 
 def _from_log(log):
