@@ -124,6 +124,8 @@ def scan(path, operators=False, launches=False):
     """One pass over a file: its Columns. `operators` takes CPU operators instead of GPU events (for CPU traces);
     `launches` also takes the CPU time of every kernel launch. Raises K25Error if the file holds no trace at all."""
     pieces = _pieces(path, columns := Columns())
+    # glibc keeps freed memory up to the largest block it has seen freed: without this, windows are mapped anew each time
+    bytes(31 << 20)
     with _no_gc():
         tail, is_array = _open(path, pieces, columns)
         first = re.search(rb'"ts":\s*"?([\d.]{14,})', tail)
