@@ -3,6 +3,8 @@
 import os
 import sys
 
+from . import print_json
+
 
 def add(commands):
     """Declare the commands of this module."""
@@ -13,19 +15,82 @@ def add(commands):
         "--categories", metavar="FILE.toml", help="rules of your own, tried before the built-in ones"
     )
     breakdown.add_argument("--session", type=int, metavar="N", help="which session of the folder (default: the newest)")
+    breakdown.add_argument("--config", metavar="CONFIG.json", help="the model's config.json: expected calls per step")
+    breakdown.add_argument("--tp", type=int, metavar="N", help="tensor parallel size (default: as the traces tell)")
     breakdown.add_argument("--json", action="store_true", help="print one JSON object")
     breakdown.set_defaults(run=_breakdown)
+    cut = commands.add_parser("slice", help="one decode step of all ranks as a small file for Perfetto")
+    cut.add_argument("paths", nargs="+", metavar="CAPTURE", help="trace files, or a folder of one capture")
+    cut.add_argument("--step", type=int, default=0, metavar="N", help="number of the decode step, from 0 (default 0)")
+    cut.add_argument("-o", "--output", required=True, metavar="OUT.json.gz", help="the file to write")
+    cut.set_defaults(run=_slice)
 
 
 def _breakdown(args):
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's thread pool costs more than the whole sum here
-    from k25lib.cli import print_json
-    from k25lib.trace.breakdown import breakdown
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's thread pool costs more than all sums here
+    from k25lib.trace.breakdown import breakdown, census
 
     result = breakdown(args.paths, group=args.group, categories=args.categories, session=args.session)
+    if args.config and result["per_step"]:
+        result["census"] = census(result, _expected(args, result["capture"]))
+    for loss in result["losses"]:
+        print(f"k25: {loss['kind']} ({loss['count']}), {loss['file']}: {loss['detail']}", file=sys.stderr)
     if args.json:
         del result["passes"]
         print_json(result)
     else:
-        print(result)
-    sys.stdout.flush()
+        print("\n".join(_lines(result)))
+
+
+def _expected(args, capture):
+    from k25lib.model import load_model
+
+    told = capture["parallel"]
+    step = load_model(args.config).step(tp=args.tp or told["tp"], batch=1, ep=told["ep"], dp=told["dp"])
+    return step.census(capture["kind"])
+
+
+def _lines(result):
+    capture, counts = result["capture"], result["steps"]
+    yield f"{capture['note']}; {capture['files']} files, ranks {capture['ranks']} of {capture['world_size']}"
+    if not result["per_step"]:
+        for row in result.get("session_totals", [])[:40]:
+            yield f"rank {row['rank']} {row['ms']:12.3f} ms {row['calls']:9} calls  {row['category']:16} {row['name']}"
+        return
+    kinds = ("decode", "decode_eager", "prefill", "mixed", "dummy", "partial", "empty")
+    passes = ", ".join(f"{counts[k]} {k}" for k in kinds if counts[k])
+    yield f"passes: {passes} (by {counts['found_by']}); below: means per {counts['measured']} step"
+    for row in result["per_step"]:
+        gap = "-" if row["interval_ms"] is None else f"{row['interval_ms']:.3f}"
+        yield (
+            f"rank {row['rank']} batch {row['batch']}: {row['steps']} steps, {row['kernels']:.1f} kernels, "
+            f"sum {row['kernel_sum_ms']:.3f} ms, busy {row['busy_ms']:.3f}, span {row['span_ms']:.3f}, interval {gap}; "
+            f"idle {row['idle_in_graph_ms']:.3f} in graphs + {row['idle_in_step_ms']:.3f} between launches; "
+            f"copies {row['copies_ms']:.3f}"
+        )
+    for rank in sorted(set(capture["ranks"])):
+        yield f"\nrank {rank}              calls         ms       %  exposed ms"
+        for row in result["categories"]:
+            if row["rank"] == rank and row["batch"] == "all":
+                numbers = f"{row['calls']:9.2f} {row['ms']:10.4f} {row['percent']:7.2f} {row['exposed_ms']:11.4f}"
+                yield f"{row['category']:17} {numbers}"
+    yield ""
+    for row in result["unknown"]:
+        yield f"unknown: {row['ms']:.4f} ms, {row['calls']:.2f} calls: {row['name'][:90]}"
+    for row in result["collectives"]:
+        split = "waiting cannot be told from one rank"
+        if row["wait_ms"] is not None:
+            split = f"{row['transfer_ms']:.4f} ms transfer, {row['wait_ms']:.4f} ms waiting"
+        yield f"{row['op']}: {row['calls']:.2f} calls, {row['ms']:.4f} ms: {split}"
+    for row in result["census"]:
+        if row["expected"] is not None:
+            mark = "" if "difference" not in row else f"   {row['difference']:+.2f}"
+            yield f"census: {row['operation']} {row['counted']:.2f} counted, {row['expected']:.2f} expected{mark}"
+
+
+def _slice(args):
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    from k25lib.trace.slice import cut
+
+    events = cut(args.paths, args.step, args.output)
+    print(f"{args.output}: {events} events of decode step {args.step}; open it in https://ui.perfetto.dev")

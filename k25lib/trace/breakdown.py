@@ -50,7 +50,8 @@ def breakdown(paths, group="fine", categories=None, expected=None, session=None)
             losses.append(_loss(m["path"], "no GPU events", 1, "CPU operators only; left out beside the GPU ranks"))
         measured = [m for m in measured if m["kind"] == "gpu"]
     measured.sort(key=lambda m: (m["rank"], m["path"]))
-    return _result(measured, groups, chosen, losses, tables if chosen is groups[-1] else [], expected)
+    result = _result(measured, groups, chosen, losses, tables if chosen is groups[-1] else [])
+    return result | {"group": group, "census": census(result, expected)}
 
 
 def find_files(paths):
@@ -86,6 +87,10 @@ def _is_table(path):
     return path.is_file() and path.suffix == ".txt" and "profiler_out" in path.name
 
 
+def _loss(path, kind, count, detail):
+    return {"file": str(path), "kind": kind, "count": count, "detail": detail}
+
+
 def _choose(groups, session):
     if session is not None and not 0 <= session < len(groups):
         raise UsageError(f"no session {session}: there are {len(groups)}, numbered from 0")
@@ -95,10 +100,6 @@ def _choose(groups, session):
     others = [p["path"] for i, g in enumerate(groups) if i != index for p in g]
     detail = f"files of {len(groups) - 1} other sessions here, not merged; --session 0..{len(groups) - 1} picks one"
     return groups[index], [_loss(Path(others[0]).parent, "other sessions", len(others), detail)] if others else []
-
-
-def _loss(path, kind, count, detail):
-    return {"file": str(path), "kind": kind, "count": count, "detail": detail}
 
 
 def _measure_all(chosen, group, categories):
@@ -118,7 +119,7 @@ def _measure(path, group, categories):
         return {"error": str(error)}
 
 
-def _result(measured, groups, chosen, losses, tables, expected):
+def _result(measured, groups, chosen, losses, tables):
     lead = measured[0]
     rank_of = [m["rank"] for m in measured]
     world = max([m["meta"]["world_size"] or 0 for m in measured] + [max(rank_of) + 1])
@@ -159,7 +160,7 @@ def _result(measured, groups, chosen, losses, tables, expected):
             "world_size": world,
             "missing_ranks": missing,
             "clashes": clashes,
-            "expert_parallel": any("EP" in (m["meta"]["process"] or "") for m in measured),
+            "parallel": _parallel(measured),
             "sessions": [
                 {"session": i, "files": [p["path"] for p in g], "ranks": [p["rank"] for p in g], "used": g is chosen}
                 for i, g in enumerate(groups)
@@ -181,13 +182,21 @@ def _result(measured, groups, chosen, losses, tables, expected):
         "categories": [{"rank": m["rank"], **row} for m in measured for row in m["categories"]],
         "kernels": [{"rank": m["rank"], **row} for m in measured for row in m["kernels"]],
         "unknown": _unknown(measured),
-        "census": census(measured, expected),
+        "census": [],
         "collectives": collectives,
         "skew": skew,
         "by_kind": [{"rank": m["rank"], **row} for m in measured for row in m["by_kind"]],
         "cross_check": checks,
         "passes": [{"rank": m["rank"], **row} for m in measured for row in m["steps"]],
     }
+
+
+def _parallel(measured):
+    """Sizes of data, pipeline and tensor parallelism as file and process names tell them, and whether experts are
+    (`ep`): only the process's name can tell that."""
+    told = [(ranks.fields(Path(m["path"]).name) or ranks.fields(m["meta"]["process"] or "")) for m in measured]
+    sizes = {k: 1 + max(t.get(k, 0) for t in told) for k in ("dp", "pp", "tp")}
+    return sizes | {"ep": any("_EP" in (m["meta"]["process"] or "") for m in measured)}
 
 
 def _unknown(measured):
@@ -201,26 +210,21 @@ def _unknown(measured):
     return [{"name": n, "calls": c, "ms": t} for n, (c, t) in sorted(total.items(), key=lambda item: -item[1][1])]
 
 
-def census(measured, expected=None):
-    """Counted calls per decode step (the lowest rank's) against the model's: rows of operation, expected, counted."""
-    lead, counted = measured[0], {}
-    for row in lead["kernels"]:
-        counted[row["fine"]] = counted.get(row["fine"], 0.0) + row["calls"]
-    steps_measured = lead["per_step"][0]["steps"] if lead["per_step"] else 0
-    collectives = lead["collectives"]
-    for i, op in enumerate(collectives["operations"]):
-        calls = int(((collectives["op"] == i) & collectives["decode"]).sum())
-        if calls and steps_measured:
-            counted[op] = calls / steps_measured
-    operations = list(expected or {}) + [o for o in collectives["operations"] if o in counted]
-    operations += [c for c in CENSUS_CATEGORIES if c in counted]
+def census(result, expected=None):
+    """Counted calls per decode step of the lowest rank against the model's, from a result: rows of operation, expected,
+    counted (and the difference, where they differ). `expected` maps operations or fine categories to calls per step."""
+    lead, counted = min(result["capture"]["ranks"]), {}
+    for row in result["kernels"]:
+        if row["rank"] == lead:
+            counted[row["fine"]] = counted.get(row["fine"], 0.0) + row["calls"]
+    collectives = {row["op"]: row["calls"] for row in result["skew"] if row["rank"] == lead and row["calls"]}
+    counted |= collectives
     rows = []
-    for operation in dict.fromkeys(operations):
+    for operation in dict.fromkeys([*(expected or {}), *collectives, *(c for c in CENSUS_CATEGORIES if c in counted)]):
         want, have = (expected or {}).get(operation), counted.get(operation, 0.0)
-        row = {"operation": operation, "expected": want, "counted": have}
+        rows.append({"operation": operation, "expected": want, "counted": have})
         if want is not None and abs(have - want) > 0.005:
-            row["difference"] = have - want
-        rows.append(row)
+            rows[-1]["difference"] = have - want
     return rows
 
 
@@ -329,6 +333,7 @@ def _from_tables(tables, losses, group, categories):
         "steps": {"found_by": None, **dict.fromkeys(steps.KINDS, 0), "by_batch": {}, "by_rank": []},
         **empty,
         "session_totals": totals,
+        "group": group,
     }
 
 
@@ -346,14 +351,15 @@ def fold(result, group, categories=None):
 
 
 def tables(result, capture=""):
-    """The run's tables of one result: {"steps", "breakdown", "kernels", "census"} -> rows, each with its capture."""
+    """The run's tables of one result: {"steps", "breakdown", "kernels", "census", "waits"} -> rows with `capture`."""
 
     def rows(key):
         return [{"capture": capture, **row} for row in result[key]]
 
     return {
         "steps": rows("passes"),
-        "breakdown": [{**row, "batch": str(row["batch"])} for row in rows("categories")],
+        "breakdown": [{**row, "batch": str(row["batch"]), "group": result["group"]} for row in rows("categories")],
         "kernels": rows("kernels"),
         "census": rows("census"),
+        "waits": rows("collectives"),
     }

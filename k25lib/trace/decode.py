@@ -17,7 +17,7 @@ def measure(path, group="fine", user_rules=None):
     """
     rules = Categories(user_rules)
     trace = kineto.read(path)
-    found = steps.find(trace, rules.category, lambda: kineto.launch_times(path, trace))
+    found = steps.find(trace, rules.category, lambda: kineto.read(path, launches=True).launches)
     passes, count = found.passes, len(found.passes)
     measured = "decode" if any(p.kind == "decode" for p in passes) else "decode_eager"
     batches = sorted({p.batch for p in passes if p.kind == measured and p.batch is not None})

@@ -124,8 +124,9 @@ def scan(path, operators=False, launches=False):
     """One pass over a file: its Columns. `operators` takes CPU operators instead of GPU events (for CPU traces);
     `launches` also takes the CPU time of every kernel launch. Raises K25Error if the file holds no trace at all."""
     pieces = _pieces(path, columns := Columns())
+    bytes(31 << 20)  # glibc keeps free memory up to the largest block ever freed: windows are then not mapped anew
     with _no_gc():
-        tail, is_array = _open(path, pieces, columns)
+        tail, _ = _open(path, pieces, columns)
         first = re.search(rb'"ts":\s*"?([\d.]{14,})', tail)
         exact = first and float(first[1]) > EXACT_US and b"." in first[1]
         if exact:
@@ -133,7 +134,7 @@ def scan(path, operators=False, launches=False):
         reader = _Reader(
             columns, operators, launches, _ExactEvent if exact else _OperatorEvent if operators else _Event
         )
-        _events(pieces, tail, reader, columns, is_array)
+        _events(pieces, tail, reader, columns)
     return columns
 
 
@@ -197,7 +198,7 @@ def _open(path, pieces, columns):
     raise K25Error(f"{path} is not a Kineto trace ({reason})")
 
 
-def _events(pieces, tail, reader, columns, is_array):
+def _events(pieces, tail, reader, columns):
     closed = False
     for piece in pieces:
         last = piece[-1]
@@ -249,6 +250,7 @@ class _Reader:
         """Take the rest of the file; returns whether the array was closed."""
         for end in _END.finditer(text):
             body = text[: end.start() + 1]
+            self.columns.repaired += b"," in end[0]
             try:
                 events = self.decode(b"[" + body + b"]")
             except (msgspec.DecodeError, UnicodeDecodeError):
@@ -364,6 +366,27 @@ class _Reader:
         return event
 
 
+class _RawReader(_Reader):
+    """Hands every event on as it stands in the file."""
+
+    def __init__(self, columns, take):
+        super().__init__(columns, False, False, _Event)
+        self.decode = msgspec.json.Decoder(list[dict]).decode
+        self.take = take
+
+    def event(self, raw):
+        return raw
+
+
+def raw_events(path, take):
+    """Call `take(events)` with every window's events as dicts; returns the text before the first event."""
+    pieces = _pieces(path, columns := Columns())
+    with _no_gc():
+        tail, _ = _open(path, pieces, columns)
+        _events(pieces, tail, _RawReader(columns, take), columns)
+    return columns.head
+
+
 def _number(value):
     try:
         return float(value)
@@ -406,12 +429,13 @@ def peek(path):
     return {"path": str(path), "start_ns": start_ns, **{k: trace.meta[k] for k in ("rank", "world_size", "process")}}
 
 
-def read(path):
+def read(path, launches=False):
     """One file as a Trace: its GPU events, or its CPU operators where there are none (`is_cpu`).
 
-    Raises K25Error if the file is no trace, or has neither GPU events nor operators.
+    `launches` also takes when each launch began on the CPU. Raises K25Error if the file is no trace, or has neither GPU
+    events nor operators.
     """
-    columns = scan(path)
+    columns = scan(path, launches=launches)
     trace = Trace(path=str(path), is_cpu=not columns.kind)
     if trace.is_cpu:
         columns = scan(path, operators=True)
@@ -441,14 +465,8 @@ def read(path):
             continue
         marks = trace.marks if cat.startswith("gpu") else trace.cpu_marks
         marks.append((name, round(start), round(end)))
+    trace.launches = {c: round((t - first) * 1000) for c, t in columns.launches.items() if t == t}
     return trace
-
-
-def launch_times(path, trace):
-    """Correlation -> start of the launch on the CPU, ns on the clock of `trace` (a second pass over the file)."""
-    columns = scan(path, launches=True)
-    origin = trace.origin_ns - (trace.meta["base_ns"] or 0)
-    return {c: round(t * 1000) + columns.offset_us * 1000 - origin for c, t in columns.launches.items() if t == t}
 
 
 def _whole(values):

@@ -28,6 +28,7 @@ class Trace:
     origin_ns: int = 0
     marks: list = field(default_factory=list)
     cpu_marks: list = field(default_factory=list)
+    launches: dict = field(default_factory=dict)  # correlation -> start on the CPU, ns; only where it was asked for
     meta: dict = field(default_factory=dict)  # rank, world_size, base_ns, process, whole_us
     losses: list = field(default_factory=list)
     truncated: bool = False

@@ -1,0 +1,131 @@
+"""One decode step of all ranks: as rows for a figure, or as a small file that Perfetto opens."""
+
+import gzip
+from pathlib import Path
+
+import msgspec
+
+from k25lib.errors import K25Error, UsageError
+from k25lib.trace import breakdown, kineto, ranks, steps
+from k25lib.trace.categories import Categories
+
+GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+CPU = ("cpu_op", "cuda_runtime", "cuda_driver", "user_annotation")
+
+
+def lanes(paths, step=0, categories=None):
+    """The kernels of the decode step number `step` (0 is the first whole one) of every rank.
+
+    Rows of dicts: rank, stream, start_us (from the step's first kernel of all ranks), dur_us, name, category; and one
+    with stream "annotation" for each annotation on it. For a CPU trace a stream is a thread.
+    """
+    rules, rows = Categories(categories), []
+    for peek, trace, chosen, of in _steps(paths, step, rules):
+        for i in (of == chosen).nonzero()[0]:
+            name = trace.names[trace.name_id[i]]
+            category = "memcpy" if trace.kind[i] in (1, 2) else rules.category(name)
+            row = {"rank": peek["rank"], "stream": int(trace.stream[i]), "name": name, "category": category}
+            rows.append(
+                row | {"start_us": trace.origin_ns + int(trace.start_ns[i]), "dur_us": int(trace.dur_ns[i]) / 1e3}
+            )
+    first = min((row["start_us"] for row in rows), default=0)
+    for row in rows:
+        row["start_us"] = (row["start_us"] - first) / 1e3
+    return rows
+
+
+def cut(paths, step, target):
+    """Write the decode step number `step` (0 is the first whole one) of every rank to `target`, a .json or .json.gz
+    for Perfetto: kernels, copies, their launches and the operators around them, flows whole. Returns events written."""
+    target = Path(target)
+    if not target.name.endswith((".json", ".json.gz")):
+        raise UsageError(f"{target}: name the slice .json.gz (or .json)")
+    if target.exists():
+        raise UsageError(f"{target} is there already: name a file that is not")
+    parts, first = [], None
+    for peek, trace, chosen, of in _steps(paths, step, Categories()):
+        mine = (of == chosen).nonzero()[0]
+        origin = trace.origin_ns
+        begin = origin + int(trace.start_ns[mine[0]])
+        end = origin + int((trace.start_ns[mine] + trace.dur_ns[mine]).max())
+        first = begin if first is None else min(first, begin)
+        launched = set() if trace.is_cpu else {int(c) for c in trace.correlation[mine] if c > 0}
+        parts.append((peek, trace, begin, end, launched))
+    events = []
+    for peek, trace, begin, end, launched in parts:
+        events += _events(peek, trace, begin, end, launched, first)
+    body = b",\n".join(msgspec.json.encode(event) for event in events)
+    text = b'{"schemaVersion":1,"displayTimeUnit":"ns","traceEvents":[\n' + body + b"\n]}\n"
+    target.write_bytes(gzip.compress(text, 6, mtime=0) if target.name.endswith(".gz") else text)
+    return len(events)
+
+
+def _steps(paths, step, rules):
+    """For each rank of the newest session: (what is known of the file, its Trace, the pass of that decode step, pass
+    of every event)."""
+    traces, _ = breakdown.find_files(paths)
+    peeks = [kineto.peek(path) for path in traces]
+    ranks.identify(peeks)
+    if not peeks:
+        raise K25Error("a slice needs trace files; a profiler's text table has no times")
+    for peek in sorted(ranks.sessions(peeks)[-1], key=lambda peek: peek["rank"]):
+        trace = kineto.read(peek["path"], launches=True)
+        found = steps.find(trace, rules.category, lambda t=trace: t.launches)
+        kind = "decode" if any(p.kind == "decode" for p in found.passes) else "decode_eager"
+        decode = [i for i, p in enumerate(found.passes) if p.kind == kind]
+        if not 0 <= step < len(decode):
+            raise UsageError(f"no decode step {step} in {peek['path']}: it has {len(decode)}, numbered from 0")
+        yield peek, trace, decode[step], found.of
+
+
+def _events(peek, trace, begin, end, launched, first):
+    """The raw events of one rank's step, on a clock that starts at `first`, with pids and flow ids of its own."""
+    base, rank = trace.meta["base_ns"] or 0, peek["rank"]
+    chosen, names, flows = [], {}, []
+    begun = [trace.origin_ns + ns for c, ns in trace.launches.items() if c in launched]
+    window = (min(begun), max(begun)) if begun else (begin, end)  # of the CPU: from the first launch to the last
+
+    def take(events):
+        for e in events:
+            phase, cat = e.get("ph"), e.get("cat")
+            if phase == "M":
+                names[e.get("name"), str(e.get("pid")), str(e.get("tid"))] = e
+                continue
+            try:
+                at = round(float(e["ts"]) * 1000) + base
+            except (KeyError, TypeError, ValueError):
+                continue
+            if phase in ("s", "f", "t") and e.get("id") in launched:
+                flows.append((e, at))
+            elif phase == "X" and (
+                (cat in GPU or cat == "gpu_user_annotation") and begin <= at <= end
+                if cat not in CPU
+                else window[0] <= at <= window[1] or e.get("args", {}).get("correlation") in launched
+            ):
+                chosen.append((e, at))
+
+    kineto.raw_events(peek["path"], take)
+    ends = {
+        (e["args"]["correlation"], at) for e, at in chosen if e.get("cat") in GPU and "correlation" in e.get("args", {})
+    }
+    starts = {e["args"]["correlation"] for e, _ in chosen if e.get("cat") in CPU and "correlation" in e.get("args", {})}
+    arrows = [(e, at) for e, at in flows if e["ph"] == "s" and e["id"] in starts]
+    tied = {e["id"] for e, _ in arrows}
+    arrows += [(e, at) for e, at in flows if e["ph"] != "s" and e["id"] in tied and (e["id"], at) in ends]
+    used = {str(e.get("pid")) for e, _ in chosen}
+    out = []
+    for e in names.values():
+        if str(e.get("pid")) in used:
+            if e.get("name") == "process_name" and isinstance(e.get("args"), dict):
+                e = e | {"args": {"name": f"rank {rank}: {e['args'].get('name', '')}"}}
+            out.append(_moved(e, rank, 0))
+    return out + [_moved(e, rank, at - first) for e, at in sorted(chosen + arrows, key=lambda pair: pair[1])]
+
+
+def _moved(event, rank, ns):
+    moved = dict(event) | {"ts": ns / 1000}
+    if isinstance(event.get("pid"), int):
+        moved["pid"] = event["pid"] + rank * 10_000_000
+    if "id" in event:
+        moved["id"] = event["id"] + rank * 1_000_000_000
+    return moved
