@@ -305,7 +305,8 @@ class Worker:
         free = []
         for connection in list(self.busy.values()):
             pieces = connection.exchange["pieces"]
-            last, limit = (pieces[-1][1], "chunk") if len(pieces) > 1 else (connection.exchange["send_ns"], "first")
+            streaming = len(pieces) > 1 or connection.framing.body
+            last, limit = (pieces[-1][1], "chunk") if streaming else (connection.exchange["send_ns"], "first")
             if at - last > self.plan[f"{limit}_timeout_s"] * 1e9:
                 self.give_up(connection, "timeout", f"no data for {self.plan[f'{limit}_timeout_s']:g} s")
                 free.append(connection)
