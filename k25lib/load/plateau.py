@@ -94,6 +94,14 @@ def plateau(levels):
     return found
 
 
+def sentence(found):
+    """The verdict in a sentence."""
+    where = f" at C={found['concurrency']}, {found['output_tok_s']:.1f} tok/s" if found["concurrency"] else ""
+    knee_at = f"the knee of latency is at C={found['latency_knee']}" if found["latency_knee"] else None
+    reasons = [found["why"], found["cause"], knee_at]
+    return f"{found['verdict']}{where}: {'; '.join(reason for reason in reasons if reason)}"
+
+
 def knee(levels):
     """The concurrency with the highest power, throughput / mean E2E latency (Kleinrock 1979); None without levels."""
     known = [level for level in levels if level["e2e_ms"]]

@@ -90,7 +90,14 @@ def test_steady_window_in_flight_and_tokens():
     assert window == (95 * MS, 270 * MS)
     assert metrics.in_flight_mean(every, window) == pytest.approx(2.0)
     assert metrics.tokens_within(every, window) == 20 - 1  # the last token of slot 1 came later: drain
-    result = {"cpu_s": 0.001, "start_ns": 0, "end_ns": 275 * MS, "stamps": "kernel", "priority": "normal", "not_sent": 0}
+    result = {
+        "cpu_s": 0.001,
+        "start_ns": 0,
+        "end_ns": 275 * MS,
+        "stamps": "kernel",
+        "priority": "normal",
+        "not_sent": 0,
+    }
     server = dict.fromkeys([*counters.TOTALS, *counters.HISTOGRAMS, "running_max", "waiting_max", "kv_usage_max"])
     level = levels.level([(every, result, server)], 2, None, {"ttft": 60, "tpot": 11}, 2, 256)
     assert (level["requests"], level["warmup_requests"], level["failed"]) == (4, 2, 0)
@@ -241,10 +248,16 @@ def test_poisson_arrivals():
 def test_counters_and_crosscheck():
     scrape = counters.Counters("http://localhost:1")
     scrape._first = {"vllm:generation_tokens_total": [({}, 10.0)], "vllm:time_to_first_token_seconds_sum": [({}, 1.0)]}
-    scrape._first |= {"vllm:time_to_first_token_seconds_count": [({}, 10.0)], "vllm:prefix_cache_queries_total": [({}, 0.0)]}
+    scrape._first |= {
+        "vllm:time_to_first_token_seconds_count": [({}, 10.0)],
+        "vllm:prefix_cache_queries_total": [({}, 0.0)],
+    }
     scrape._first |= {"vllm:prefix_cache_hits_total": [({}, 0.0)]}
     scrape._last = {"vllm:generation_tokens_total": [({"engine": "0"}, 60.0), ({"engine": "1"}, 50.0)]}
-    scrape._last |= {"vllm:time_to_first_token_seconds_sum": [({}, 2.0)], "vllm:time_to_first_token_seconds_count": [({}, 20.0)]}
+    scrape._last |= {
+        "vllm:time_to_first_token_seconds_sum": [({}, 2.0)],
+        "vllm:time_to_first_token_seconds_count": [({}, 20.0)],
+    }
     scrape._last |= {"vllm:prefix_cache_queries_total": [({}, 1000.0)], "vllm:prefix_cache_hits_total": [({}, 16.0)]}
     figures = scrape.figures()
     assert (figures["tokens"], figures["ttft_ms"], figures["itl_ms"], figures["preemptions"]) == (100, 100, None, None)

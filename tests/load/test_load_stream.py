@@ -120,7 +120,13 @@ def test_a_role_only_first_chunk_is_no_token():
 
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
 def test_reasoning_is_tokens(field):
-    body = [delta(role="assistant"), *[delta(**{field: "x"})] * 4, *[delta(content="x")] * 2, event(**usage(TOKENS)), DONE]
+    body = [
+        delta(role="assistant"),
+        *[delta(**{field: "x"})] * 4,
+        *[delta(content="x")] * 2,
+        event(**usage(TOKENS)),
+        DONE,
+    ]
     assert figures(read(stream(*body))) == ("ok", TOKENS, [1] * TOKENS, 8)
 
 
@@ -136,7 +142,10 @@ def test_without_usage_chunks_are_counted_and_it_is_said():
 
 
 BAD = {
-    "error_in_stream": (stream(*words(2), b'data: {"error": {"message": "engine died", "code": 500}}\n\n', DONE), "engine"),
+    "error_in_stream": (
+        stream(*words(2), b'data: {"error": {"message": "engine died", "code": 500}}\n\n', DONE),
+        "engine",
+    ),
     "error_in_stream ": (stream(b'data: {"object": "error", "message": "engine died"}\n\n'), "engine died"),
     "error_in_stream  ": (stream(*words(2), b'event: error\ndata: "engine died"\n\n'), "engine died"),
     "http_500": (plain(500, b'{"error": {"message": "out of memory"}}'), "out of memory"),

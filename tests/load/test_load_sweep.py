@@ -35,7 +35,9 @@ def truth():
 
 
 def test_a_sweep_has_the_figures_of_the_truth(truth):
-    found = sweep(truth, "", [1, 4], 32, 16, requests_per_slot=3, seed=11, gpus=2, slo="ttft=500,tpot=100", selftest=False)
+    found = sweep(
+        truth, "", [1, 4], 32, 16, requests_per_slot=3, seed=11, gpus=2, slo="ttft=500,tpot=100", selftest=False
+    )
     found.check()
     result = found.result
     assert (result["schema"], result["model"], result["settings"]["seed"]) == ("k25.load/1", "truth", 11)

@@ -95,7 +95,10 @@ class WildServer:
         length = int(headers.get("content-length", 0))
         body = json.loads(reader.read(length)) if length else None
         if body is None:
-            known = {"/v1/models": json.dumps({"data": [{"id": "wild"}]}), "/metrics": self.metrics and self.metrics(self)}
+            known = {
+                "/v1/models": json.dumps({"data": [{"id": "wild"}]}),
+                "/metrics": self.metrics and self.metrics(self),
+            }
             content = known.get(first.split()[1])
             parts = plain(404, b"") if content is None else plain(200, content.encode(), "OK")
         else:
