@@ -123,7 +123,7 @@ class Truth:
         request = json.loads(body)
         name = fields.get(b"x-request-id", b"%d" % self.order).decode()
         entry = self.log[name] = {"arrived_ns": at, "sends_ns": []}
-        tokens = request.get("max_tokens") or request["max_completion_tokens"]
+        tokens = request.get("max_tokens") or request.get("max_completion_tokens") or 16
         usage = {"prompt_tokens": len(request["prompt"]), "completion_tokens": tokens}
         usage["total_tokens"] = usage["prompt_tokens"] + tokens
         end = chunk(event([], usage=usage)) + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
