@@ -74,6 +74,8 @@ def run_load(args):
 
 def table(result):
     """The levels and the plateau as text."""
+    from k25lib.load.plateau import sentence
+
     lines = ["C or rate    tok/s  TPOT ms      p99 TTFT p50 in flight failed  remarks"]
     for each in result["levels"]:
         tpot, ttft = each["tpot_ms"] or {}, each["ttft_ms"] or {}
@@ -83,7 +85,4 @@ def table(result):
         marks = ["void: prefix hits"] * each["void"] + [f"client: {each['client']['why']}"] * each["client"]["limited"]
         cells = f"{name:>9} {shown[0]:>8} {shown[1]:>8} {shown[2]:>8} {shown[3]:>8} {shown[4]:>9} {each['failed']:>6}"
         lines.append(f"{cells}  {'; '.join(marks)}".rstrip())
-    verdict = result["plateau"]
-    where = f" at C={verdict['concurrency']}, {verdict['output_tok_s']:.1f} tok/s" if verdict["concurrency"] else ""
-    reasons = "; ".join(reason for reason in (verdict["why"], verdict["cause"]) if reason)
-    return "\n".join([*lines, f"{verdict['verdict']}{where}: {reasons}"])
+    return "\n".join([*lines, sentence(result["plateau"])])

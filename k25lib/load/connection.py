@@ -26,7 +26,7 @@ class Framing:
 
     def __init__(self):
         self.parser = httptools.HttpResponseParser(self)
-        self.chunked = self.sized = self.lazy = self.complete = self.started = False
+        self.chunked = self.sized = self.lazy = self.complete = self.started = self.body = False
         self.fed = 0  # pieces
 
     def on_header(self, name, value):
@@ -36,6 +36,9 @@ class Framing:
 
     def on_headers_complete(self):
         self.started, self.lazy = True, self.chunked
+
+    def on_body(self, data):
+        self.body = True
 
     def ends_at_close(self):
         return self.started and not self.chunked and not self.sized

@@ -3,7 +3,7 @@
 import math
 
 import numpy as np
-from scipy.stats import t as student
+from scipy.special import stdtrit
 
 REAL_GAIN = 0.05  # a doubling that brings less is no gain
 RESAMPLES = 2000
@@ -25,7 +25,7 @@ def gain(low, high):
     for wave, sign in zip(waves, (-1, 1), strict=True):
         size = len(wave)
         means = source.choice(wave, (RESAMPLES, size)).mean(axis=1) - wave.mean()
-        spread += sign * means * math.sqrt(size / (size - 1)) * student.ppf(0.975, size - 1) / 1.96
+        spread += sign * means * math.sqrt(size / (size - 1)) * stdtrit(size - 1, 0.975) / 1.96
     ends = estimate + np.quantile(spread, (0.025, 0.975))
     return tuple(math.expm1(value / doublings) for value in (estimate, *ends))
 
@@ -92,6 +92,14 @@ def plateau(levels):
     found["why"] = f"a doubling from C={low['concurrency']} brings {value:+.1%} (95 %: {lower:+.1%} to {upper:+.1%})"
     found["cause"] = cause(low, high)
     return found
+
+
+def sentence(found):
+    """The verdict in a sentence."""
+    where = f" at C={found['concurrency']}, {found['output_tok_s']:.1f} tok/s" if found["concurrency"] else ""
+    knee_at = f"the knee of latency is at C={found['latency_knee']}" if found["latency_knee"] else None
+    reasons = [found["why"], found["cause"], knee_at]
+    return f"{found['verdict']}{where}: {'; '.join(reason for reason in reasons if reason)}"
 
 
 def knee(levels):

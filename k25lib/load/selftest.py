@@ -3,7 +3,8 @@
 import json
 import subprocess
 from contextlib import contextmanager
-from urllib.request import urlopen
+from http.client import HTTPConnection
+from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -38,8 +39,10 @@ def truth_server(ttft_ms=TTFT_MS, itl_ms=ITL_MS):
 
 def true_times(url):
     """The truth server's log since the last call: request id -> (arrived_ns, send times in ns)."""
-    with urlopen(f"{url}/truth", timeout=30) as answer:
-        log = json.load(answer)
+    connection = HTTPConnection(urlsplit(url).netloc, timeout=30)
+    connection.request("GET", "/truth")
+    log = json.load(connection.getresponse())
+    connection.close()
     return {name: (entry["arrived_ns"], np.mean(entry["sends_ns"], axis=1)) for name, entry in log.items()}
 
 

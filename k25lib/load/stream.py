@@ -10,6 +10,8 @@ import re
 import httptools
 import msgspec
 
+from k25lib.redaction import redact
+
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 _decode = msgspec.json.Decoder().decode
 
@@ -87,14 +89,19 @@ def error_message(value):
 
 
 def _plain(text):
-    return " ".join(text.split())[:300]
+    """One line without secrets (a server may quote the key that it refuses)."""
+    return redact(" ".join(text.split())[:300])
+
+
+def _json(text):
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
 
 
 def _http_message(response):
-    try:
-        value = json.loads(response.text())
-    except ValueError:
-        value = None
+    value = _json(response.text())
     message = error_message(value)
     if message is None and isinstance(value, dict):
         message = value.get("message") or value.get("detail")
@@ -206,6 +213,9 @@ class Outcome:
         if response.status is None:
             return self._fail("cut", "the connection closed before a response")
         if not self.times_ns:
+            message = error_message(_json(response.text()))
+            if message is not None:  # an error object in place of a stream
+                return self._fail("error_in_stream", message)
             return self._fail("no_tokens", f"a response without a token: {_plain(response.text()) or 'empty body'}")
         if self.tokens_from == "usage" and self.output_tokens != output_tokens:
             reason = f"asked for {output_tokens} tokens, got {self.output_tokens} (finish_reason {self.finish_reason})"

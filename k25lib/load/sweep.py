@@ -284,7 +284,11 @@ def _measure(found, sweeper, wanted):
         runs = []
         for repeat in range(settings["repeats"]):
             sweeper.levels_left = (len(wanted) - index - 1) * settings["repeats"] + settings["repeats"] - repeat - 1
-            runs.append(sweeper.run(concurrency, rate, repeat))
+            try:
+                runs.append(sweeper.run(concurrency, rate, repeat))
+            except K25Error as error:  # the server is gone: what was measured stays
+                found.error = str(error)
+                break
             found.runs.append(({"concurrency": concurrency, "rate": rate, "repeat": repeat}, runs[-1][0]))
             if sweeper.driver.interrupted:
                 break
@@ -292,7 +296,7 @@ def _measure(found, sweeper, wanted):
             each = level(runs, concurrency, rate, settings["slo"], settings["gpus"], sweeper.honest_concurrency)
             result["levels"].append(each)
             sweeper.say(_line(each))
-        if sweeper.driver.interrupted:
+        if sweeper.driver.interrupted or found.error:
             return
         if not any(request.ok for requests, _, _ in runs for request in requests):
             rows = [request.row for requests, _, _ in runs for request in requests]

@@ -103,7 +103,9 @@ class Truth:
                 at = seconds * 1_000_000_000 + nanoseconds - self.offset_ns
         connection[1] += data
         head, found, body = connection[1].partition(b"\r\n\r\n")
-        fields = dict(line.lower().split(b": ", 1) for line in head.split(b"\r\n")[1:])
+        fields = {
+            name.lower(): value.strip() for name, _, value in (line.partition(b":") for line in head.split(b"\r\n")[1:])
+        }
         if found and len(body) == int(fields.get(b"content-length", 0)):
             connection[1] = b""
             self.answer(connection[0], head, fields, body, at)
@@ -119,12 +121,15 @@ class Truth:
             sock.setblocking(False)
             return
         request = json.loads(body)
-        entry = self.log[fields[b"x-request-id"].decode()] = {"arrived_ns": at, "sends_ns": []}
-        usage = {"prompt_tokens": len(request["prompt"]), "completion_tokens": request["max_tokens"]}
+        name = fields.get(b"x-request-id", b"%d" % self.order).decode()
+        entry = self.log[name] = {"arrived_ns": at, "sends_ns": []}
+        tokens = request.get("max_tokens") or request.get("max_completion_tokens") or 16
+        usage = {"prompt_tokens": len(request["prompt"]), "completion_tokens": tokens}
+        usage["total_tokens"] = usage["prompt_tokens"] + tokens
         end = chunk(event([], usage=usage)) + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
         sock.send(HEAD)
         self.order += 1
-        heapq.heappush(self.due, (at + self.ttft_ns, self.order, sock, entry["sends_ns"], request["max_tokens"], end))
+        heapq.heappush(self.due, (at + self.ttft_ns, self.order, sock, entry["sends_ns"], tokens, end))
 
     def token(self, due, order, sock, sends_ns, left, end):
         """Send one token; the next one is due an interval after this one was."""

@@ -25,8 +25,8 @@ from k25lib.load.connection import Connection, Framing, clock_offset_ns
 
 READ, WRITE = 1, 4  # EPOLLIN, EPOLLOUT; the same numbers for poll
 HAS_EPOLL = hasattr(select, "epoll")
-GATHER_FROM = 32  # requests in flight from which the loop lets events gather
-GATHER_SHARE, MAX_GATHER_S = 0.0005, 0.001  # for how long: a share of the last request's time, so sends stay in time
+# From so many requests in flight the loop lets events gather, for a share of a request's time and of a token's.
+GATHER_FROM, MAX_GATHER_S, REQUEST_SHARE, TOKEN_SHARE = 16, 0.002, 0.00125, 0.2
 now = time.monotonic_ns
 
 
@@ -176,7 +176,8 @@ class Worker:
         exchange["end"], exchange["detail"], exchange["end_ns"] = end, None if detail is None else str(detail), now()
         connection.free_ns = exchange["pieces"][-1][0] if exchange["pieces"] else exchange["end_ns"]
         connection.exchange = None
-        self.gather_s = max(0.0, min(MAX_GATHER_S, (connection.free_ns - exchange["send_ns"]) / 1e9 * GATHER_SHARE))
+        took_s, pieces = (connection.free_ns - exchange["send_ns"]) / 1e9, len(exchange["pieces"]) or 1
+        self.gather_s = max(0.0, min(MAX_GATHER_S, took_s * REQUEST_SHARE, took_s / pieces * TOKEN_SHARE))
         self.records.append(exchange)
         if connection.sock is not None:
             self.busy.pop(connection.fd, None)
@@ -305,7 +306,8 @@ class Worker:
         free = []
         for connection in list(self.busy.values()):
             pieces = connection.exchange["pieces"]
-            last, limit = (pieces[-1][1], "chunk") if len(pieces) > 1 else (connection.exchange["send_ns"], "first")
+            streaming = len(pieces) > 1 or connection.framing.body
+            last, limit = (pieces[-1][1], "chunk") if streaming else (connection.exchange["send_ns"], "first")
             if at - last > self.plan[f"{limit}_timeout_s"] * 1e9:
                 self.give_up(connection, "timeout", f"no data for {self.plan[f'{limit}_timeout_s']:g} s")
                 free.append(connection)

@@ -1,47 +1,138 @@
-"""Figures of notebook 02: a server under load. Each takes a table of the run and returns a Figure."""
+"""Figures of notebook 02: a server under load. Each takes tables of the run and returns a Figure."""
 
+import numpy as np
+import plotly.graph_objects as go
+from plotly.colors import sample_colorscale
 from plotly.subplots import make_subplots
 
 from k25lib.report.figures.style import layout
 
-RATE, LATENCY, LIMITED, PLATEAU = "#4C78A8", "#F58518", "#BAB0AC", "#54A24B"
+RATE, LATENCY, CLIENT = "#4C78A8", "#F58518", "#54A24B"
+SHARES = np.linspace(0, 1, 201)
 
 
-def _closed(levels):
-    """The closed-loop levels that have figures, by concurrency."""
+def _known(levels):
+    """The levels that have figures, in order of load, with a column `level` that names each."""
     if levels.empty:
         return levels
-    return levels[levels["concurrency"].notna() & levels["output_tok_s"].notna()].sort_values("concurrency")
+    levels = levels[levels["output_tok_s"].notna() & levels["tpot_ms_mean"].notna()]
+    levels = levels.assign(level=[_name(*pair) for pair in zip(levels["concurrency"], levels["rate"], strict=True)])
+    return levels.sort_values(["concurrency", "rate"])
 
 
-def _states(levels):
-    """A marker for each level: full where it may be used, open where the client limited it or it is void."""
-    doubtful = levels["client_limited"].astype(bool) | levels["void"].astype(bool)
-    return ["circle-open" if each else "circle" for each in doubtful]
+def _name(concurrency, rate):
+    return f"{rate:g}/s" if concurrency is None or np.isnan(concurrency) else f"C={concurrency:.0f}"
 
 
-def _concurrency_axis(levels):
-    values = [int(each) for each in levels["concurrency"]]
-    return {"title": "concurrency (requests in flight)", "type": "log", "tickvals": values, "ticktext": values}
+def _doubtful(levels):
+    return levels["client_limited"].astype(bool) | levels["void"].astype(bool)
+
+
+def _title(text, levels):
+    doubtful = not levels.empty and _doubtful(levels).any()
+    return text + (" (open marker: not usable)" if doubtful else "")
+
+
+def _marker(levels, colour):
+    symbols = ["circle-open" if each else "circle" for each in _doubtful(levels)]
+    return {"symbol": symbols, "size": 9, "color": colour}
 
 
 def throughput(levels):
-    """Output throughput (tok/s) and TPOT (ms, mean with its 95 % interval) against concurrency."""
-    levels = _closed(levels)
+    """Output throughput (tok/s) and TPOT (ms, mean with its 95 % interval) against concurrency or rate."""
+    levels = _known(levels)
     figure = make_subplots(specs=[[{"secondary_y": True}]])
     if not levels.empty:
-        x, symbols = levels["concurrency"], _states(levels)
+        line = {"x": levels["level"], "mode": "lines+markers"}
         figure.add_scatter(
-            x=x, y=levels["output_tok_s"], name="throughput, tok/s", mode="lines+markers",
-            line={"color": RATE}, marker={"symbol": symbols, "size": 9},
-        )  # fmt: skip
+            y=levels["output_tok_s"], name="throughput", line_color=RATE, marker=_marker(levels, RATE), **line
+        )
         mean = levels["tpot_ms_mean"]
-        spread = {"array": levels["tpot_ms_high"] - mean, "arrayminus": mean - levels["tpot_ms_low"], "type": "data"}
+        spread = {"array": levels["tpot_ms_high"] - mean, "arrayminus": mean - levels["tpot_ms_low"]}
+        dots = {"color": LATENCY, "dash": "dot"}
         figure.add_scatter(
-            x=x, y=mean, name="TPOT, ms", mode="lines+markers", secondary_y=True, error_y=spread,
-            line={"color": LATENCY, "dash": "dot"}, marker={"symbol": symbols, "size": 9},
-        )  # fmt: skip
-        figure.update_xaxes(**_concurrency_axis(levels))
+            y=mean, name="TPOT", line=dots, marker=_marker(levels, LATENCY), error_y=spread, secondary_y=True, **line
+        )
+    figure.update_xaxes(title_text="concurrency (requests in flight), or rate", type="category")
     figure.update_yaxes(title_text="output throughput, tok/s", rangemode="tozero", secondary_y=False)
-    figure.update_yaxes(title_text="TPOT, ms", rangemode="tozero", showgrid=False, secondary_y=True)
-    return figure.update_layout(**layout("Throughput and TPOT against concurrency (open marker: not usable)"))
+    figure.update_yaxes(title_text="TPOT, ms", rangemode="tozero", showgrid=False, tickmode="auto", secondary_y=True)
+    return figure.update_layout(**layout(_title("Throughput and TPOT", levels)))
+
+
+def pareto(levels):
+    """Throughput per GPU (of the server, where the number of GPUs is unknown) against tok/s per user."""
+    levels = _known(levels)
+    figure = go.Figure()
+    per_gpu = not levels.empty and levels["tok_s_per_gpu"].notna().all()
+    if not levels.empty:
+        y = levels["tok_s_per_gpu" if per_gpu else "output_tok_s"]
+        figure.add_scatter(
+            x=levels["tok_s_per_user"],
+            y=y,
+            text=levels["level"],
+            mode="lines+markers+text",
+            textposition="top right",
+            line_color=RATE,
+            marker=_marker(levels, RATE),
+            showlegend=False,
+        )
+        figure.update_xaxes(range=[0, float(levels["tok_s_per_user"].max()) * 1.12])
+        figure.update_yaxes(range=[0, float(y.max()) * 1.15])
+    figure.update_xaxes(title_text="tok/s per user (1000 / TPOT)")
+    figure.update_yaxes(title_text="output tok/s per GPU" if per_gpu else "output tok/s of the server")
+    return figure.update_layout(**layout(_title("Per user against per GPU", levels)))
+
+
+def ttft_distribution(requests):
+    """Share of measured requests whose TTFT (ms) is below x, a line for each level."""
+    good = requests
+    if not requests.empty:
+        good = requests[requests["ok"].astype(bool) & (requests["phase"] == "measured")]
+    samples = [] if good.empty else _by_level(good, lambda part: (part["ttft_ms"].to_numpy(float), None))
+    return _distribution(samples, "TTFT, ms", "TTFT: share of requests below x")
+
+
+def itl_distribution(chunks):
+    """Share of token intervals (ms; a chunk of k tokens is k intervals) below x, a line for each level."""
+
+    def intervals(part):
+        gap = part.groupby(["repeat", "request"], sort=False)["time_ms"].diff()
+        kept = gap.notna()
+        return (gap[kept] / part["tokens"][kept]).to_numpy(float), part["tokens"][kept].to_numpy(float)
+
+    samples = [] if chunks.empty else _by_level(chunks, intervals)
+    return _distribution(samples, "ITL per token, ms", "ITL: share of tokens below x")
+
+
+def _by_level(table, values):
+    groups = table.groupby(["concurrency", "rate"], dropna=False)
+    return [(_name(*key), *values(part)) for key, part in groups]
+
+
+def _distribution(samples, axis, title):
+    figure = go.Figure()
+    samples = [sample for sample in samples if len(sample[1])]
+    colours = sample_colorscale("Viridis", np.linspace(0.9, 0, max(len(samples), 2)))
+    for (name, values, weights), line_colour in zip(samples, colours, strict=False):
+        x = np.quantile(values, SHARES, weights=weights, method="inverted_cdf")
+        figure.add_scatter(x=x, y=SHARES * 100, name=name, mode="lines", line_color=line_colour)
+    figure.update_xaxes(title_text=axis, type="log")
+    figure.update_yaxes(title_text="share, %", range=[0, 101])
+    return figure.update_layout(**layout(title))
+
+
+def client_state(levels):
+    """The client's own state by level: requests in flight of those asked for (%), CPU (% of a core), lag p99 (ms)."""
+    levels = _known(levels)
+    names = ("in flight, % of C", "client CPU, % of a core", "receive lag p99, ms")
+    figure = make_subplots(rows=1, cols=3, subplot_titles=names, horizontal_spacing=0.08)
+    if not levels.empty:
+        shares = levels["in_flight_mean"] / levels["concurrency"].astype(float) * 100
+        for column, y in enumerate((shares, levels["client_cpu_share"] * 100, levels["client_lag_ms_p99"]), start=1):
+            figure.add_scatter(
+                x=levels["level"], y=y, mode="lines+markers", marker=_marker(levels, CLIENT), line_color=CLIENT,
+                showlegend=False, row=1, col=column,
+            )  # fmt: skip
+    figure.update_xaxes(type="category")
+    figure.update_yaxes(rangemode="tozero")
+    return figure.update_layout(**layout(_title("The client itself", levels), 340))

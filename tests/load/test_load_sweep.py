@@ -1,0 +1,291 @@
+"""Whole sweeps against a server of known times, and against servers that behave as servers do."""
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from wild_server import CLOSE, HEAD, WildServer, event, good, plain, stream, text
+
+from k25lib.errors import K25Error, UsageError
+from k25lib.load.selftest import fidelity, truth_server
+from k25lib.load.sweep import send, sweep
+
+QUICK = {"output_tokens": 4, "input_tokens": 8, "selftest": False, "seed": 3}
+
+
+def answering(*answers):
+    """Answer with the given lists of parts, in turn; the last one for ever."""
+    return lambda body, number: answers[min(number, len(answers) - 1)]
+
+
+def kinds(found):
+    return [row["kind"] for row in found.tables()["requests"]]
+
+
+@pytest.fixture(scope="module")
+def truth():
+    with truth_server(ttft_ms=10, itl_ms=3) as url:
+        yield url
+
+
+def test_a_sweep_has_the_figures_of_the_truth(truth):
+    found = sweep(
+        truth, "", [1, 4], 32, 16, requests_per_slot=3, seed=11, gpus=2, slo="ttft=500,tpot=100", selftest=False
+    )
+    found.check()
+    result = found.result
+    assert (result["schema"], result["model"], result["settings"]["seed"]) == ("k25.load/1", "truth", 11)
+    assert [level["concurrency"] for level in result["levels"]] == [1, 4]
+    for level in result["levels"]:
+        concurrency = level["concurrency"]
+        assert (level["requests"], level["failed"], level["warmup_requests"]) == (3 * concurrency, 0, concurrency)
+        assert level["tokens_from"] == "usage" and level["input_tokens"] == {"min": 32, "max": 32}
+        assert level["tpot_ms"]["p50"] == pytest.approx(3, rel=0.5)
+        assert level["goodput"] == pytest.approx(level["request_s"])
+        assert level["tok_s_per_gpu"] == pytest.approx(level["output_tok_s"] / 2, rel=1e-4)
+    tables = found.tables()
+    assert len(tables["requests"]) == 4 * 1 + 4 * 4 and len(tables["chunks"]) == 20 * 16
+    assert tables["levels"][1]["tpot_ms_mean"] == result["levels"][1]["tpot_ms"]["mean"]
+    json.dumps(result, allow_nan=False)
+
+
+def test_the_client_agrees_with_the_server_log(truth):
+    with truth_server() as url:
+        found = fidelity(url, 16)
+    assert abs(found["tpot_mean_error_percent"]) < 0.5
+    assert found["stamps"] == ("kernel" if sys.platform == "linux" else "user")
+
+
+def test_repeats_have_new_prompts_and_are_pooled():
+    with WildServer(lambda body, number: good(4, len(body["prompt"]))) as server:
+        found = sweep(server.url, "wild", [2], **QUICK, requests_per_slot=2, repeats=3)
+    prompts = [tuple(seen["body"]["prompt"]) for seen in server.seen]
+    assert len(set(prompts)) == len(prompts) == 1 + 3 * 6  # the probe; two warm-up and four measured each
+    assert found.result["levels"][0]["requests"] == 12 and found.result["levels"][0]["repeats"] == 3
+
+
+def test_open_loop(truth):
+    found = sweep(truth, "truth", rate=40, max_seconds=1, output_tokens=4, input_tokens=8, seed=5, selftest=False)
+    level = found.result["levels"][0]
+    assert (level["mode"], level["concurrency"], level["rate"]) == ("open", None, 40)
+    assert level["requests"] == len(found.tables()["requests"]) > 15
+    assert all(row["late_ms"] >= 0 for row in found.tables()["requests"])
+    assert level["failed"] == 0 and found.result["plateau"]["verdict"] == "cannot tell"
+
+
+def test_send_sends_exactly_so_many(truth):
+    rows = send(truth, "truth", 5, 2, 8, 6)
+    assert len(rows) == 5 and all(row["ok"] and row["output_tokens"] == 6 for row in rows)
+    assert all(row["tpot_ms"] > 0 for row in rows)
+
+
+def test_max_seconds_stops_sending(truth):
+    found = sweep(truth, "truth", [2], requests_per_slot=1000, max_seconds=0.5, output_tokens=8, selftest=False)
+    level = found.result["levels"][0]
+    assert 4 < level["requests"] < 200 and level["not_sent"] > 1000 and level["failed"] == 0
+
+
+def test_a_tight_limit_keeps_what_was_in_flight():
+    slow = stream(*[event(text())] * 2)[:-1]
+    with WildServer(answering(good(4), [*slow, 9.0])) as server:
+        found = sweep(server.url, "wild", [1], **QUICK, warmup=False, max_seconds=0.5)
+    assert kinds(found) == ["unfinished"]
+    with pytest.raises(K25Error, match="unfinished"):
+        found.check()
+
+
+def test_failures_are_rows_and_the_figures_come_from_the_rest():
+    answers = [good(4, 8), plain(500, b'{"error": {"message": "no memory"}}'), [HEAD, CLOSE], good(4), good(4), good(4)]
+    with WildServer(answering(good(4), *answers)) as server:
+        found = sweep(server.url, "wild", [1], **QUICK, warmup=False, requests_per_slot=6)
+    found.check()
+    assert kinds(found) == ["ok", "http_500", "cut", "ok", "ok", "ok"]
+    level = found.result["levels"][0]
+    assert (level["requests"], level["failed"], level["errors"]) == (6, 2, {"http_500": 1, "cut": 1})
+    assert level["first_error"] == "no memory" and level["ttft_ms"]["n"] == 4
+
+
+def test_a_stalled_stream_times_out():
+    stalled = [*stream(event(text()), event(text()))[:-1], 9.0]
+    with WildServer(answering(good(4), stalled, good(4))) as server:
+        found = sweep(server.url, "wild", [1], **QUICK, warmup=False, requests_per_slot=2, chunk_timeout_s=0.5)
+    assert kinds(found) == ["timeout", "ok"]
+
+
+def test_all_failing_quotes_the_first_cause():
+    with WildServer(answering(good(4), plain(503, b'{"message": "overloaded"}'))) as server:
+        found = sweep(server.url, "wild", [1, 2, 4], **QUICK)
+        assert [level["concurrency"] for level in found.result["levels"]] == [1]
+        with pytest.raises(K25Error, match="all 5 requests .* failed; the first: http_503: overloaded"):
+            found.check()
+        with pytest.raises(K25Error, match="overloaded"):
+            send(server.url, "wild", 2, 1)
+        with pytest.raises(K25Error, match="overloaded"):  # the probe fails
+            sweep(server.url, "wild", [1], **QUICK)
+
+
+def test_a_server_that_goes_away_keeps_the_levels_measured():
+    with WildServer(None) as server:
+
+        def answer(body, number):
+            if number == 8:
+                server.listener.close()
+            return good(4) if number < 8 else [CLOSE]
+
+        server.answer = answer
+        found = sweep(server.url, "wild", [1, 2, 4], **QUICK, requests_per_slot=3)
+    assert found.result["levels"][0]["failed"] == 0
+    assert not found.result["complete"] and ("failed" in found.error or "refused" in found.error)
+    assert set(kinds(found)) >= {"ok", "cut"}
+
+
+def test_text_stands_in_where_token_ids_are_refused():
+    def answer(body, number):
+        if isinstance(body["prompt"], list):
+            return plain(400, b'{"message": "prompt must be text"}')
+        return good(4, len(body["prompt"].split()) + 1)
+
+    with WildServer(answer) as server:
+        found = sweep(server.url, "wild", [1], **QUICK)
+    assert found.result["prompts"]["shape"] == "text"
+    assert found.result["levels"][0]["input_tokens"] == {"min": 8, "max": 8}
+
+
+def test_chat_is_calibrated():
+    def answer(body, number):
+        assert body["messages"][0]["role"] == "user"
+        return good(4, len(body["messages"][0]["content"].split()) + 5)
+
+    with WildServer(answer) as server:
+        found = sweep(server.url, "wild", [2], **QUICK, api="chat")
+    assert {seen["path"] for seen in server.seen} == {"/v1/chat/completions"}
+    assert found.result["levels"][0]["input_tokens"] == {"min": 8, "max": 8}
+
+
+def test_servers_that_close_after_each_response():
+    body = b"".join(event(text()) for _ in range(3)) + event(text("a", "length")) + b"data: [DONE]\n\n"
+    old = [b"HTTP/1.0 200 OK\r\nContent-Type: text/event-stream\r\n\r\n", body, CLOSE]
+    polite = [good(4)[0].replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"), *good(4)[1:], CLOSE]
+    sized = [b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body), body]
+    for parts in (old, polite, sized):
+        with WildServer(answering(parts)) as server:
+            found = sweep(server.url, "wild", [2], **QUICK, requests_per_slot=2)
+        assert set(kinds(found)) == {"ok"}, parts
+
+
+def test_a_keep_alive_connection_closed_meanwhile_is_opened_again():
+    with WildServer(lambda body, number: [*good(4), *([CLOSE] if number % 3 == 2 else [])]) as server:
+        found = sweep(server.url, "wild", [2], **QUICK, requests_per_slot=6)
+    assert set(kinds(found)) == {"ok"}
+
+
+def metrics_page(hits):
+    def page(server):
+        number, lines = len(server.seen), []
+        for name, value in {
+            "generation_tokens_total": 4 * number,
+            "prefix_cache_queries_total": 8 * number,
+            "prefix_cache_hits_total": hits * number,
+            "time_to_first_token_seconds_sum": 0.5 * number,
+            "time_to_first_token_seconds_count": number,
+            "num_requests_running": 2,
+            "num_requests_waiting": 0,
+        }.items():
+            lines.append(f'vllm:{name}{{model_name="wild"}} {value}')
+        return "\n".join(lines) + "\n"
+
+    return page
+
+
+@pytest.mark.parametrize(("hits", "rate", "void"), [(0, 0, False), (4, 0.5, True)])
+def test_crosscheck_and_prefix_hits(hits, rate, void):
+    with WildServer(answering(good(4)), metrics=metrics_page(hits)) as server:
+        level = sweep(server.url, "wild", [2], **QUICK).result["levels"][0]
+    assert level["crosscheck"]["tokens"] == {"client": 40, "server": 40, "difference_percent": 0, "agrees": True}
+    assert level["crosscheck"]["ttft_ms"]["agrees"] is False
+    assert (level["prefix_hit_rate"], level["void"]) == (rate, void)
+
+
+def test_https_keeps_the_kernel_stamps(tmp_path, monkeypatch):
+    certificate = (str(tmp_path / "cert.pem"), str(tmp_path / "key.pem"))
+    make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    make += ["-addext", "subjectAltName=DNS:localhost", "-out", certificate[0], "-keyout", certificate[1]]
+    if subprocess.run(make, capture_output=True).returncode:
+        pytest.skip("no openssl command")
+    with WildServer(lambda body, number: [*good(4)[:3], 0.02, *good(4)[3:]], certificate=certificate) as server:
+        with pytest.raises(K25Error, match="certificate"):
+            sweep(server.url, "wild", [1], **QUICK)
+        monkeypatch.setenv("SSL_CERT_FILE", certificate[0])
+        found = sweep(server.url, "wild", [2], **QUICK)
+    assert set(kinds(found)) == {"ok"}
+    level = found.result["levels"][0]
+    assert level["client"]["stamps"] == ("kernel" if sys.platform == "linux" else "user")
+    assert level["e2e_ms"]["p50"] > 19
+
+
+def test_the_key_comes_from_the_environment(monkeypatch):
+    monkeypatch.setenv("K25_API_KEY", "k-123")
+    with WildServer(answering(good(4))) as server:
+        result = sweep(server.url, "wild", [1], **QUICK).result
+    assert {seen["headers"]["authorization"] for seen in server.seen} == {"Bearer k-123"}
+    assert "k-123" not in json.dumps(result)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"concurrency": [0]},
+        {"concurrency": []},
+        {"concurrency": [1.5]},
+        {"concurrency": [10**9]},
+        {"output_tokens": 0},
+        {"requests_per_slot": 0},
+        {"rate": -1},
+        {"rate": float("nan")},
+        {"max_seconds": 0},
+        {"slo": "fast"},
+        {"api": "embeddings"},
+    ],
+)
+def test_bad_values_are_usage_errors(bad):
+    with pytest.raises(UsageError):
+        sweep("http://127.0.0.1:9", "m", **{"selftest": False} | bad)
+
+
+def command(*words, **more):
+    root = Path(__file__).parents[2]
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    return subprocess.Popen(
+        [sys.executable, "-m", "k25lib", "load", *words], stdout=-1, stderr=-1, text=True, env=environment, **more
+    )
+
+
+def test_no_server_is_one_line_and_exit_1():
+    process = command("http://127.0.0.1:9", "--no-selftest", "--json")
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (1, "")
+    assert len(err.splitlines()) == 1 and "127.0.0.1:9" in err
+
+
+def test_ctrl_c_keeps_what_was_measured(truth):
+    process = command(
+        truth, "--model", "truth", "--concurrency", "1,2", "--requests-per-slot", "4000", "--output-tokens", "8",
+        "--no-selftest", "--json", start_new_session=True,
+    )  # fmt: skip
+    lines = itertools.takewhile(lambda line: "in flight" not in line, process.stderr)
+    list(lines)
+    time.sleep(1)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole group
+    out, err = process.communicate(timeout=30)
+    result = json.loads(out)
+    assert process.returncode == 130 and "interrupted" in err
+    level = result["levels"][0]
+    assert level["requests"] > 5 and level["errors"] in ({}, {"interrupted": 1})
+    assert level["tpot_ms"]["p50"] > 0
+    assert not result["complete"]
