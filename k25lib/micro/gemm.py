@@ -297,7 +297,7 @@ def device_facts(device):
         name, cache = f"{timing.cpu_name()}, {torch.get_num_threads()} thread(s)", timing.last_cache_bytes()
     sample = timing.sample_cuda if cuda else timing.sample_cpu
     # Larger than the cache where that costs little; a CPU's share of a large shared cache is not known anyway.
-    copied, read, size = _bandwidth(sample, device, max(4 * cache, 2**30) // 4 if cuda else 2**26)
+    copied, read, size = _bandwidth(sample, device, max(4 * cache, 2**30) // 4 if cuda else 2**25)
     n = 8192 if cuda else 1024
     a = torch.randn(n, n, device=device, dtype=torch.bfloat16)
     product = min(sample([lambda: a @ a], 0.2)[0])

@@ -25,6 +25,7 @@ from k25lib.errors import K25Error, UsageError
 from k25lib.hardware import find
 
 MODULES = ("timing.py", "kernels.py", "gemm.py", "collectives.py")
+START_S = 180  # to import torch and vLLM, and to meet the other ranks
 RESTARTS = 6  # after so many deaths the rest is not run
 
 # Runs on the other side with the standard library alone. `-m torch.distributed.run` starts each rank in a session of
@@ -98,7 +99,7 @@ class Worker:
     """One process of the worker: its events in order, the last lines it said, and its end."""
 
     def __init__(self, python, arguments, settings, env):
-        self.said = collections.deque(maxlen=30)
+        self.said = collections.deque(maxlen=100)
         self.by_rank = {}
         self._lines = queue.Queue()
         try:
@@ -166,8 +167,13 @@ class Worker:
     def last_words(self):
         """What each rank did last and the last error that was printed, as one line."""
         ranks = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(self.by_rank.items()))
-        errors = [line for line in self.said if re.search(r"error|exception|killed|refused|in use", line, re.I)]
-        said = (errors or list(self.said) or [""])[-1]
+        told = [
+            line for line in self.said if re.search(r"exitcode: -?\d|in use", line)
+        ]  # torchrun of a rank, or a port
+        errors = [line for line in self.said if re.search(r"(error|exception)\b(?!_)|killed|refused", line, re.I)]
+        said = (told[:1] or errors[-1:] or list(self.said)[-1:] or [""])[0]
+        signals = [signal.Signals(int(n)).name for n in re.findall(r"exitcode: -(\d+)", said)]
+        said = " ".join([re.sub(r"^[EW]\d{4} .*?\] ", "", said), *signals])
         return "; ".join(part for part in (ranks, f"it said: {said[:200]}" if said else "") if part)
 
 
@@ -192,14 +198,12 @@ def drive(arguments, tasks, settings, python, env, timeout_s, row_timeout_s, on_
         try:
             while True:
                 left = deadline - time.monotonic()
-                wait = min(left, row_timeout_s)
+                limit = row_timeout_s if current else max(row_timeout_s, START_S)
                 try:
-                    event = worker.next(max(wait, 0.1))
+                    event = worker.next(max(min(left, limit), 0.1))
                 except queue.Empty:
-                    whole = left <= row_timeout_s
-                    reason = (
-                        f"time-out ({timeout_s:.0f} s for all rows)" if whole else f"time-out ({row_timeout_s:.0f} s)"
-                    )
+                    said = f"{timeout_s:.0f} s for all rows" if left <= limit else f"{limit:.0f} s"
+                    reason = f"time-out ({said})"
                     break
                 if event is None:
                     break
