@@ -91,17 +91,19 @@ def _best_seconds(work, gpu, repeats):
 
     import torch
 
-    times = []
-    for index in range(repeats + 3):
-        if gpu:
-            torch.cuda.synchronize()
-        start = time.perf_counter()
+    def once():
+        if not gpu:
+            start = time.perf_counter()
+            work()
+            return time.perf_counter() - start
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
         work()
-        if gpu:
-            torch.cuda.synchronize()
-        if index >= 3:  # the first three warm up
-            times.append(time.perf_counter() - start)
-    return min(times)
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+    return min([once() for _ in range(repeats + 3)][3:])  # the first three warm up
 
 
 def _entries():

@@ -160,7 +160,9 @@ def _micro(facts, run):
     size = next((c["bytes"] for c in facts.shape.collectives if c["op"] == "allreduce"), None)
     rows = collectives[(collectives["status"] == "ok") & (collectives["bytes"] == size)]
     if rows.empty:
-        facts.missing.append("prices of collectives: none was measured on this hardware at the model's message size")
+        facts.missing.append(
+            "prices of collectives: no comparable one at the model's message size (gloo shows function only)"
+        )
         return
     purpose = rows["purpose"] if "purpose" in rows else pd.Series("burst", index=rows.index)
     sized = collectives[(collectives["status"] == "ok") & (collectives["op"] == "allreduce")]

@@ -43,7 +43,7 @@ def summarise(run):
     changes = _changes(run, runs)
     helps = _whatif(facts) if not facts.is_cpu else []
     if facts.is_cpu:
-        missing.append("what would help: not computed for a CPU, whose operators say nothing of a GPU's")
+        missing.append("what would help, and DRAM efficiency: not computed for a CPU, which says nothing of a GPU")
     missing += changes["missing"]
     over_runs, history_of = history(run, runs)
     return {
@@ -78,7 +78,7 @@ def _bounds(facts):
 
 
 def _efficiency(facts):
-    if facts.shape is None or facts.device is None or not facts.tpot_ms:
+    if facts.is_cpu or facts.shape is None or facts.device is None or not facts.tpot_ms:
         return None
     return dram_efficiency(facts.shape, facts.tpot_ms, facts.device, facts.achievable_gb_s)
 
@@ -197,8 +197,7 @@ def _headlines(facts, efficiency):
         add("decode step in the trace", facts.step.get("interval_ms") or facts.step["span_ms"], "ms", source)
         add(f"{kind}, summed over the step", facts.step["kernel_sum_ms"], "ms", source)
     if efficiency:
-        name = "DRAM efficiency" + (" (CPU)" if facts.is_cpu else "")
-        add(name, efficiency["percent"], "%", efficiency["text"].split(": ", 1)[1])
+        add("DRAM efficiency", efficiency["percent"], "%", efficiency["text"].split(": ", 1)[1])
     return rows
 
 

@@ -155,7 +155,7 @@ def test_a_cpu_run_is_labelled(make_run):
     assert "CPU operators by their own time, 8.10 ms in all: there are no GPU kernels" in found["sentences"][1]
     assert found["sentences"][2].startswith("Next, on this CPU only: GEMM, with a ceiling of 2.50 ms a step")
     assert found["whatif"] == []
-    assert any("not computed for a CPU" in text for text in found["missing"])
+    assert any("DRAM efficiency: not computed for a CPU" in text for text in found["missing"])
     assert found["closure"][0]["part"] == "GEMMs"  # no bound on a CPU
 
 

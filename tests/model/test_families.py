@@ -215,6 +215,20 @@ def test_quantization_at_the_top_level_of_a_nested_config_counts(load):
     assert gemms(step)["o_proj"]["dtype"] == "fp8"
 
 
+def test_groups_bound_the_tensor_parallel_size(load):
+    quantization = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True}
+    model = load(QWEN3_30B, quantization_config=quantization)
+    assert model.possible_tp() == [1, 2]
+    with pytest.raises(UsageError, match="routed down: K=192 is no multiple of the group of 128; tp may be 1, 2$"):
+        model.step(tp=4)
+
+
+def test_latent_attention_without_a_compressed_query(load):
+    step = gemms(load(DEEPSEEK_V3, q_lora_rank=None, quantization_config=None).step(tp=2))
+    assert (step["q_proj"]["n"], step["q_proj"]["k"]) == (64 * 192, 7168)
+    assert (step["kv_a_proj"]["n"], step["kv_a_proj"]["sharding"]) == (576, "replicated")
+
+
 @pytest.mark.parametrize("tp", [3, 5, 6, 64])
 def test_a_tp_that_cannot_be_says_what_may_be(load, tp):
     with pytest.raises(UsageError, match=rf"tp={tp} cannot be: .* tp may be 1, 2, 4, 8, 16, 32$"):
