@@ -226,7 +226,7 @@ def sentence(row):
     seen = f"would have seen {row['smallest_visible_percent']:.1f} %"
     if row["verdict"] in ("better", "worse"):
         return said + row["verdict"]
-    return said + (f"no change seen ({seen})" if row["verdict"] == "same" else f"unclear ({seen})")
+    return said + (f"no change seen ({seen})" if row["low_percent"] <= 0 <= row["high_percent"] else f"small ({seen})")
 
 
 def worse_beyond(rows, fraction):

@@ -253,7 +253,8 @@ def _whatif(facts):
     dram_gb_s = facts.device.dram_gb_s
     prices = {"in place": in_place_us, "transfer alone": transfer_us, "in a burst": facts.burst_us}
     prices = {name: us for name, us in prices.items() if us}
-    if tp > 1 and model.shape.moe_layers and prices and facts.alltoall_us:
+    whole = any(gemm["sharding"] == "experts" for gemm in facts.shape.gemms)  # expert parallel already
+    if tp > 1 and model.shape.experts and model.shape.experts % tp == 0 and not whole and prices and facts.alltoall_us:
         made.append(whatif.expert_parallel(model, tp, batch, prices, facts.alltoall_us, dram_gb_s, tpot_ms))
     made.append(whatif.speculative(model, tp, batch, context, dram_gb_s, tpot_ms))
     return made + whatif.other_tp(model, tp, batch, context, dram_gb_s, tpot_ms, transfer_us or in_place_us)

@@ -4,6 +4,8 @@ import json
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from k25lib.cli import main
 from k25lib.findings import compare
@@ -66,6 +68,27 @@ def test_a_change_of_the_smallest_visible_size_is_seen_four_times_in_five():
         before, after = (np.exp(rng.normal(np.log(m), 0.012, 3)) for m in (1, 1 + visible))
         hits += compare.change(before, after, compare.Spread(sd, 20))["verdict"] == "worse"
     assert 0.75 < hits / 1500 < 0.9
+
+
+values = st.lists(st.floats(1.0, 100.0), min_size=1, max_size=5)
+
+
+@given(values, values, st.floats(1e-4, 0.1), st.integers(2, 30))
+def test_swapping_the_sides_turns_the_verdict_around(before, after, sd, df):
+    there = compare.change(before, after, compare.Spread(sd, df))
+    back = compare.change(after, before, compare.Spread(sd, df))
+    assert there["low_percent"] <= there["change_percent"] <= there["high_percent"]
+    assert (1 + there["change_percent"] / 100) * (1 + back["change_percent"] / 100) == pytest.approx(1)
+    if "worse" in (there["verdict"], back["verdict"]) and min(abs(r["change_percent"]) for r in (there, back)) > 1:
+        assert {there["verdict"], back["verdict"]} == {"worse", "better"}
+
+
+def test_no_change_says_what_would_have_been_seen():
+    row = {"metric": "TPOT at C=1", "unit": "ms", "before": 10.0, "after": 10.2, "lower_is_better": True}
+    row |= compare.change([10.0] * 3, [10.2] * 3, compare.Spread(0.03, 20))
+    assert compare.sentence(row).startswith(
+        "TPOT at C=1: 10 to 10.2 ms (+2.0 %, -3.1 to +7.3 %): no change seen (would have"
+    )
 
 
 def test_restarts_for_a_wanted_change():

@@ -3,9 +3,11 @@
 import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from k25lib.errors import K25Error, UsageError
-from k25lib.model import load_model
+from k25lib.model import load_model, touched_experts
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -93,6 +95,13 @@ def load(tmp_path):
         return load_model(tmp_path)
 
     return _load
+
+
+@given(st.integers(1, 512), st.integers(1, 64), st.integers(1, 200))
+def test_touched_experts_are_between_one_token_and_all(experts, per_token, tokens):
+    per_token = min(per_token, experts)
+    touched = touched_experts(experts, per_token, tokens)
+    assert per_token - 1e-6 <= touched <= min(experts, tokens * per_token) + 1e-6
 
 
 def gemms(step):
