@@ -72,7 +72,7 @@ def measure(device=None, megabytes=None, repeats=20):
     source = torch.rand(count, device=device)
     target = torch.empty_like(source)
     copied_bytes = 2 * source.numel() * source.element_size()
-    size = 8192 if gpu else 1024
+    size = 8192 if gpu else 512
     left, right = (torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2))
     copy_s = _best_seconds(lambda: target.copy_(source), gpu, repeats)
     gemm_s = _best_seconds(lambda: left @ right, gpu, repeats)

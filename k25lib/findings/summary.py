@@ -34,10 +34,11 @@ def summarise(run):
     bounds = _bounds(facts)
     parts, impossible = [], []
     if facts.step and categories:
-        total_ms = facts.tpot_ms or facts.step.get("interval_ms") or facts.step["span_ms"]
+        tpot_ms = facts.tpot_ms if facts.is_single_stream else None
+        total_ms = tpot_ms or facts.step["interval_ms"] or facts.step["span_ms"]
         waiting = facts.communication and facts.communication["wait_ms"]
         parts = closure.waterfall(total_ms, facts.step, categories, *bounds, waiting)
-        impossible = closure.contradictions(total_ms, facts.step, categories, *bounds) if facts.tpot_ms else []
+        impossible = closure.contradictions(total_ms, facts.step, categories, *bounds) if tpot_ms else []
         impossible += _census(run, facts)
     runs = compare.readable(Run.all(run.path.parent))
     changes = _changes(run, runs)
@@ -72,9 +73,10 @@ def summarise(run):
 
 def _bounds(facts):
     """(weight, KV) bounds in ms at the device's peak, or (None, 0)."""
-    if facts.shape is None or facts.device is None or facts.is_cpu:
+    if facts.shape is None or facts.device is None or facts.is_cpu or not facts.is_single_stream:
         return None, 0.0
-    return facts.shape.weight_bytes / facts.device.dram_gb_s / 1e6, facts.shape.kv_bytes / facts.device.dram_gb_s / 1e6
+    per_ms = facts.device.dram_gb_s * 1e6  # bytes
+    return facts.shape.weight_bytes / per_ms, facts.shape.kv_bytes / per_ms
 
 
 def _efficiency(facts):
@@ -194,7 +196,7 @@ def _headlines(facts, efficiency):
     if facts.step:
         kind = "CPU operators" if facts.is_cpu else "kernels"
         source = f"steps, capture {facts.capture}, batch {facts.batch}"
-        add("decode step in the trace", facts.step.get("interval_ms") or facts.step["span_ms"], "ms", source)
+        add("decode step in the trace", facts.step["interval_ms"] or facts.step["span_ms"], "ms", source)
         add(f"{kind}, summed over the step", facts.step["kernel_sum_ms"], "ms", source)
     if efficiency:
         add("DRAM efficiency", efficiency["percent"], "%", efficiency["text"].split(": ", 1)[1])
@@ -232,7 +234,7 @@ def _census(run, facts):
 
 def _whatif(facts):
     tpot_ms, made = facts.tpot_ms, []
-    if not tpot_ms:
+    if not tpot_ms or not facts.is_single_stream:
         return made
     allreduce = [v for name, v in facts.categories.items() if name.startswith("allreduce") and v.get("calls")]
     calls = sum(value["calls"] for value in allreduce)
@@ -275,7 +277,10 @@ def _changes(run, runs):
         found = compare.compare_runs([other], [run], runs)
         if found["comparable"]:
             columns = (*CHANGE_COLUMNS, "smallest_visible_percent")
-            rows = [{name: row[name] for name in columns} for row in found["changes"]]
+            shown = [
+                row for row in found["changes"] if row["headline"] or row["metric"].startswith(("TPOT", "decode step"))
+            ]
+            rows = [{name: row[name] for name in columns} for row in shown]
             return empty | {"rows": rows, "previous": other.path.name, "verdict": found["verdict"]}
         reasons += [reason for reason in found["obstacles"] if reason not in reasons]
     why = f"{len(earlier)} earlier, none comparable: {'; '.join(reasons[:3])}" if earlier else "there is no earlier run"

@@ -128,6 +128,12 @@ def test_the_spread_comes_from_history(make_run):
     assert found["verdict"] == "worse"
 
 
+def test_another_flag_is_another_configuration(make_run):
+    flags = [{"port": 1, "a": 1}, {"port": 2, "a": 1}, {"port": 3, "a": 2}]
+    history = [make_run(t, environment={**ENVIRONMENT, "flags": f}) for t, f in zip((10, 10.1, 20), flags, strict=True)]
+    assert compare.compare_runs([make_run(10.0)], [make_run(11.0)], history)["changes"][0]["df"] == 1
+
+
 def test_runs_of_other_hardware_lend_no_spread(make_run):
     other = {"gpus": [{"name": "NVIDIA L40S"}]}
     history = [make_run(t, environment=other) for t in (10.0, 12.0)]

@@ -216,3 +216,13 @@ def test_a_damaged_neighbour_does_not_stop_the_findings(make_run):
         (neighbour.path / damage).write_text("{")
     found = summarise(make_run({"levels": LEVELS}, **GPU))
     assert "what changed: there is no earlier run" in found["missing"]
+
+
+def test_a_capture_at_another_concurrency_closes_on_its_own_step(make_run):
+    steps = [row for row in STEPS if row["capture"] == "c64"]
+    run = make_run({"levels": LEVELS, "steps": steps, "breakdown": BREAKDOWN}, **GPU)
+    found = plain(summarise(run))
+    assert found["closure"][-1]["ms"] == pytest.approx(8.7)  # not the TPOT of 8.64 ms at C=1
+    assert found["closure"][0]["part"] == "GEMMs"
+    assert found["whatif"] == []
+    assert any("measured at C=1, the capture at C=64" in text for text in found["missing"])
