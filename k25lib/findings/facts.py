@@ -85,11 +85,12 @@ def gather_trace(facts, run, manifest):
     if {"capture", "name"} <= set(kernels):
         own = kernels[kernels["capture"] == facts.capture]["name"].astype(str)
         facts.is_cpu = bool(own.str.startswith(("aten::", "_C::")).any())  # operators; a GPU's kernels have other names
-    for facts.batch in [*([f"{wanted:g}"] if facts.is_single_stream else []), "all"]:
-        facts.step = steps.decode_step(table, facts.capture, facts.batch)
-        if facts.step:
-            break
-    else:
+    facts.batch = f"{wanted:g}" if facts.is_single_stream else "all"
+    facts.step = steps.decode_step(table, facts.capture, facts.batch)
+    if facts.step is None:
+        facts.batch = "all"
+        facts.step = steps.decode_step(table, facts.capture)
+    if facts.step is None:
         facts.missing.append(f"the parts of a decode step: capture {facts.capture} has no whole decode step")
         return
     table = run.table("breakdown")

@@ -281,7 +281,12 @@ def _changes(run, runs):
                 row for row in found["changes"] if row["headline"] or row["metric"].startswith(("TPOT", "decode step"))
             ]
             rows = [{name: row[name] for name in columns} for row in shown]
-            return empty | {"rows": rows, "previous": other.path.name, "verdict": found["verdict"]}
+            missing = []
+            if not any(row["df"] for row in found["changes"]):
+                missing = [
+                    "verdicts on changes: the spread between restarts is unknown until a configuration ran twice"
+                ]
+            return {"rows": rows, "previous": other.path.name, "verdict": found["verdict"], "missing": missing}
         reasons += [reason for reason in found["obstacles"] if reason not in reasons]
     why = f"{len(earlier)} earlier, none comparable: {'; '.join(reasons[:3])}" if earlier else "there is no earlier run"
     return empty | {"missing": [f"what changed: {why}"]}

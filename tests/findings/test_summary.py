@@ -165,6 +165,7 @@ def test_changes_are_against_the_newest_comparable_run(make_run):
     found = plain(summarise(make_run({"levels": LEVELS}, **GPU)))
     assert found["previous"] == first.path.name
     assert {row["verdict"] for row in found["changes"]} == {"unclear"}
+    assert any(text.startswith("verdicts on changes") for text in found["missing"])
     assert math.isclose(found["changes"][0]["change_percent"], 0, abs_tol=1e-9)
 
 
