@@ -72,7 +72,7 @@ def measure(device=None, megabytes=None, repeats=20):
     source = torch.rand(count, device=device)
     target = torch.empty_like(source)
     copied_bytes = 2 * source.numel() * source.element_size()
-    size = 8192 if gpu else 1024
+    size = 8192 if gpu else 512
     left, right = (torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2))
     copy_s = _best_seconds(lambda: target.copy_(source), gpu, repeats)
     gemm_s = _best_seconds(lambda: left @ right, gpu, repeats)
@@ -91,17 +91,19 @@ def _best_seconds(work, gpu, repeats):
 
     import torch
 
-    times = []
-    for index in range(repeats + 3):
-        if gpu:
-            torch.cuda.synchronize()
-        start = time.perf_counter()
+    def once():
+        if not gpu:
+            start = time.perf_counter()
+            work()
+            return time.perf_counter() - start
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
         work()
-        if gpu:
-            torch.cuda.synchronize()
-        if index >= 3:  # the first three warm up
-            times.append(time.perf_counter() - start)
-    return min(times)
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+    return min([once() for _ in range(repeats + 3)][3:])  # the first three warm up
 
 
 def _entries():

@@ -175,7 +175,7 @@ def number(value):
 def compare_runs(before, after, history=()):
     """Compare runs: `before` and `after` are lists of Run, each a restart of one configuration.
 
-    history: other runs; those that could be compared with these lend their spread, grouped by engine and commit.
+    history: other runs; those that could be compared with these lend their spread, grouped by engine and flags.
     Returns {"comparable", "verdict", "obstacles", "changes": rows by metric, "environment", "restarts"}. The verdict
     is that of the headline rows (single-stream TPOT, best throughput), whose intervals hold together at 95 %; every
     other row has a false-alarm rate of 5 % of its own.
@@ -187,7 +187,7 @@ def compare_runs(before, after, history=()):
     like = [run for run in history if run.path not in own and not obstacles(identities[0], identity(run))]
     groups = [*sides, *_grouped(like)]
     metrics = [m for m in sides[0][0] if all(m in values for side in sides for values in side)] if not reasons else []
-    headlines = [metric for metric in metrics if metric.startswith("decode step")] + metrics[:2]
+    headlines = metrics[:2]
     rows = []
     for metric in metrics:
         spread = pooled_spread([[v[metric] for v in group if metric in v] for group in groups])
@@ -226,7 +226,7 @@ def sentence(row):
     seen = f"would have seen {row['smallest_visible_percent']:.1f} %"
     if row["verdict"] in ("better", "worse"):
         return said + row["verdict"]
-    return said + (f"no change seen ({seen})" if row["verdict"] == "same" else f"unclear ({seen})")
+    return said + (f"no change seen ({seen})" if row["low_percent"] <= 0 <= row["high_percent"] else f"small ({seen})")
 
 
 def worse_beyond(rows, fraction):
@@ -240,12 +240,14 @@ def worse_beyond(rows, fraction):
 
 
 def _grouped(runs):
-    """Measurements of runs that are restarts of one configuration, as groups: same identity, engine and commit."""
+    """Measurements of runs that are restarts of one configuration, as groups: same identity, engine and flags."""
     groups = {}
     for run in runs:
-        manifest = run.manifest
-        engine = (manifest.get("environment") or {}).get("vllm_version")
-        key = repr((sorted(identity(run).items(), key=str), engine, (manifest.get("git") or {}).get("commit")))
+        environment = run.manifest.get("environment") or {}
+        flags = {
+            k: v for k, v in (environment.get("flags") or {}).items() if k not in ("port", "host", "profiler_config")
+        }
+        key = repr((identity(run), environment.get("vllm_version"), sorted(flags.items())))
         groups.setdefault(key, []).append(measurements(run))
     return list(groups.values())
 

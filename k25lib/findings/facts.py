@@ -22,6 +22,7 @@ class Facts:
     plateau: dict = field(default_factory=dict)
     capture: str = ""
     batch: str = ""
+    is_single_stream: bool = True  # the capture ran at the concurrency of `level`
     is_cpu: bool = True
     step: dict | None = None  # of the trace: kernel_sum_ms, busy_ms, span_ms, interval_ms
     categories: dict = field(default_factory=dict)  # category -> {"ms", "calls", "exposed_ms"}
@@ -75,14 +76,21 @@ def gather_trace(facts, run, manifest):
         return
     wanted = facts.level["concurrency"] if facts.level else 1
     facts.capture = min(names, key=lambda name: abs((records.get(name) or {}).get("concurrency", 1) - wanted))
+    concurrency = (records.get(facts.capture) or {}).get("concurrency", 1)
+    facts.is_single_stream = concurrency == wanted
+    if not facts.is_single_stream:
+        facts.missing.append(
+            f"the closure with TPOT: it was measured at C={wanted:g}, the capture at C={concurrency:g}"
+        )
     if {"capture", "name"} <= set(kernels):
         own = kernels[kernels["capture"] == facts.capture]["name"].astype(str)
         facts.is_cpu = bool(own.str.startswith(("aten::", "_C::")).any())  # operators; a GPU's kernels have other names
-    for facts.batch in (f"{wanted:g}", "all"):
-        facts.step = steps.decode_step(table, facts.capture, facts.batch)
-        if facts.step:
-            break
-    else:
+    facts.batch = f"{wanted:g}" if facts.is_single_stream else "all"
+    facts.step = steps.decode_step(table, facts.capture, facts.batch)
+    if facts.step is None:
+        facts.batch = "all"
+        facts.step = steps.decode_step(table, facts.capture)
+    if facts.step is None:
         facts.missing.append(f"the parts of a decode step: capture {facts.capture} has no whole decode step")
         return
     table = run.table("breakdown")
@@ -160,7 +168,9 @@ def _micro(facts, run):
     size = next((c["bytes"] for c in facts.shape.collectives if c["op"] == "allreduce"), None)
     rows = collectives[(collectives["status"] == "ok") & (collectives["bytes"] == size)]
     if rows.empty:
-        facts.missing.append("prices of collectives: none was measured on this hardware at the model's message size")
+        facts.missing.append(
+            "prices of collectives: no comparable one at the model's message size (gloo shows function only)"
+        )
         return
     purpose = rows["purpose"] if "purpose" in rows else pd.Series("burst", index=rows.index)
     sized = collectives[(collectives["status"] == "ok") & (collectives["op"] == "allreduce")]

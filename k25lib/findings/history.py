@@ -49,7 +49,7 @@ def steps_by_run(run, runs):
         if not facts.categories:
             continue
         parts = {name: value["ms"] for name, value in facts.categories.items() if value["ms"]}
-        parts["idle"] = max(0.0, (facts.step.get("interval_ms") or facts.step["span_ms"]) - facts.step["busy_ms"])
+        parts["idle"] = max(0.0, (facts.step["interval_ms"] or facts.step["span_ms"]) - facts.step["busy_ms"])
         rows += [{"step": other.path.name, "category": name, "ms": ms} for name, ms in parts.items()]
     return rows
 

@@ -34,16 +34,17 @@ def summarise(run):
     bounds = _bounds(facts)
     parts, impossible = [], []
     if facts.step and categories:
-        total_ms = facts.tpot_ms or facts.step.get("interval_ms") or facts.step["span_ms"]
+        tpot_ms = facts.tpot_ms if facts.is_single_stream else None
+        total_ms = tpot_ms or facts.step["interval_ms"] or facts.step["span_ms"]
         waiting = facts.communication and facts.communication["wait_ms"]
         parts = closure.waterfall(total_ms, facts.step, categories, *bounds, waiting)
-        impossible = closure.contradictions(total_ms, facts.step, categories, *bounds) if facts.tpot_ms else []
+        impossible = closure.contradictions(total_ms, facts.step, categories, *bounds) if tpot_ms else []
         impossible += _census(run, facts)
     runs = compare.readable(Run.all(run.path.parent))
     changes = _changes(run, runs)
     helps = _whatif(facts) if not facts.is_cpu else []
     if facts.is_cpu:
-        missing.append("what would help: not computed for a CPU, whose operators say nothing of a GPU's")
+        missing.append("what would help, and DRAM efficiency: not computed for a CPU, which says nothing of a GPU")
     missing += changes["missing"]
     over_runs, history_of = history(run, runs)
     return {
@@ -72,13 +73,14 @@ def summarise(run):
 
 def _bounds(facts):
     """(weight, KV) bounds in ms at the device's peak, or (None, 0)."""
-    if facts.shape is None or facts.device is None or facts.is_cpu:
+    if facts.shape is None or facts.device is None or facts.is_cpu or not facts.is_single_stream:
         return None, 0.0
-    return facts.shape.weight_bytes / facts.device.dram_gb_s / 1e6, facts.shape.kv_bytes / facts.device.dram_gb_s / 1e6
+    per_ms = facts.device.dram_gb_s * 1e6  # bytes
+    return facts.shape.weight_bytes / per_ms, facts.shape.kv_bytes / per_ms
 
 
 def _efficiency(facts):
-    if facts.shape is None or facts.device is None or not facts.tpot_ms:
+    if facts.is_cpu or facts.shape is None or facts.device is None or not facts.tpot_ms:
         return None
     return dram_efficiency(facts.shape, facts.tpot_ms, facts.device, facts.achievable_gb_s)
 
@@ -194,11 +196,10 @@ def _headlines(facts, efficiency):
     if facts.step:
         kind = "CPU operators" if facts.is_cpu else "kernels"
         source = f"steps, capture {facts.capture}, batch {facts.batch}"
-        add("decode step in the trace", facts.step.get("interval_ms") or facts.step["span_ms"], "ms", source)
+        add("decode step in the trace", facts.step["interval_ms"] or facts.step["span_ms"], "ms", source)
         add(f"{kind}, summed over the step", facts.step["kernel_sum_ms"], "ms", source)
     if efficiency:
-        name = "DRAM efficiency" + (" (CPU)" if facts.is_cpu else "")
-        add(name, efficiency["percent"], "%", efficiency["text"].split(": ", 1)[1])
+        add("DRAM efficiency", efficiency["percent"], "%", efficiency["text"].split(": ", 1)[1])
     return rows
 
 
@@ -233,7 +234,7 @@ def _census(run, facts):
 
 def _whatif(facts):
     tpot_ms, made = facts.tpot_ms, []
-    if not tpot_ms:
+    if not tpot_ms or not facts.is_single_stream:
         return made
     allreduce = [v for name, v in facts.categories.items() if name.startswith("allreduce") and v.get("calls")]
     calls = sum(value["calls"] for value in allreduce)
@@ -254,7 +255,8 @@ def _whatif(facts):
     dram_gb_s = facts.device.dram_gb_s
     prices = {"in place": in_place_us, "transfer alone": transfer_us, "in a burst": facts.burst_us}
     prices = {name: us for name, us in prices.items() if us}
-    if tp > 1 and model.shape.moe_layers and prices and facts.alltoall_us:
+    whole = any(gemm["sharding"] == "experts" for gemm in facts.shape.gemms)  # expert parallel already
+    if tp > 1 and model.shape.experts and model.shape.experts % tp == 0 and not whole and prices and facts.alltoall_us:
         made.append(whatif.expert_parallel(model, tp, batch, prices, facts.alltoall_us, dram_gb_s, tpot_ms))
     made.append(whatif.speculative(model, tp, batch, context, dram_gb_s, tpot_ms))
     return made + whatif.other_tp(model, tp, batch, context, dram_gb_s, tpot_ms, transfer_us or in_place_us)
@@ -275,8 +277,16 @@ def _changes(run, runs):
         found = compare.compare_runs([other], [run], runs)
         if found["comparable"]:
             columns = (*CHANGE_COLUMNS, "smallest_visible_percent")
-            rows = [{name: row[name] for name in columns} for row in found["changes"]]
-            return empty | {"rows": rows, "previous": other.path.name, "verdict": found["verdict"]}
+            shown = [
+                row for row in found["changes"] if row["headline"] or row["metric"].startswith(("TPOT", "decode step"))
+            ]
+            rows = [{name: row[name] for name in columns} for row in shown]
+            missing = []
+            if not any(row["df"] for row in found["changes"]):
+                missing = [
+                    "verdicts on changes: the spread between restarts is unknown until a configuration ran twice"
+                ]
+            return {"rows": rows, "previous": other.path.name, "verdict": found["verdict"], "missing": missing}
         reasons += [reason for reason in found["obstacles"] if reason not in reasons]
     why = f"{len(earlier)} earlier, none comparable: {'; '.join(reasons[:3])}" if earlier else "there is no earlier run"
     return empty | {"missing": [f"what changed: {why}"]}

@@ -112,13 +112,11 @@ def other_allreduces(calls, current_us, candidates, tpot_ms, transfer_us=None):
 def faster_link(calls, transfer_us, bandwidth_us, times, tpot_ms):
     """A link `times` as fast. bandwidth_us: the part of a call that grows with its size (S/B of a fit alpha + S/B)."""
     gain = 1 - 1 / times
-    said = (
-        "only the part that grows with size shrinks"
-        if bandwidth_us
-        else "the message is small: all latency, none shrinks"
-    )
+    said = "the message is small: all latency, which stays"
+    if bandwidth_us:
+        said = f"only the part that grows with size shrinks ({bandwidth_us:.3g} us a call)"
     cases = [
-        (f"{said} ({bandwidth_us:.3g} us a call)", calls * bandwidth_us * gain / 1e3),
+        (said, calls * bandwidth_us * gain / 1e3),
         (f"the whole transfer shrinks ({transfer_us:.3g} us a call)", calls * transfer_us * gain / 1e3),
     ]
     return _range(f"a link {times:g} times as fast", cases, tpot_ms)
@@ -177,7 +175,7 @@ def other_tp(model, tp, batch, context, dram_gb_s, tpot_ms, allreduce_us=None):
                 change * stretch + freed,
             ),
         ]
-        made.append(_range(f"tensor parallel {size}", cases, tpot_ms))
+        made.append(_range(f"tensor parallel {size} ({size} GPUs a replica)", cases, tpot_ms))
     return made
 
 
@@ -209,7 +207,7 @@ def _range(change, cases, tpot_ms):
         "high_ms": high,
         "low_percent": 100 * low / tpot_ms,
         "high_percent": 100 * high / tpot_ms,
-        "assumes": f"at best: {best[0]}" + (f"; at worst: {worst[0]}" if low < high else ""),
+        "assumes": f"at best: {best[0]}; at worst: {worst[0]}" if low < high else best[0],
         "cases": [{"assumes": said, "saving_ms": ms} for said, ms in cases],
         "text": f"{change[:1].upper()}{change[1:]} would save {low:+.2f} to {high:+.2f} ms a step "
         f"({100 * low / tpot_ms:+.1f} to {100 * high / tpot_ms:+.1f} % of TPOT)",

@@ -123,7 +123,7 @@ class Model:
             if m.sharding == "heads" and m.heads % split:
                 return f"{m.heads} attention heads do not divide by {split}"
             n, k, parts = self._cut(m, split)
-            why = self.format_of(m).refuses(n, k, parts)
+            why = self.format_of(m).refuses(n, k, parts, m.routed)
             if why:
                 return f"{m.name}: {why}"
         if ep and self.shape.experts % ranks:

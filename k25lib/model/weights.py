@@ -32,11 +32,14 @@ class Format:
         }[self.strategy]
         return (n * k * self.bits + scales * (self.scale_bytes * 8 + self.zero_bits)) // 8
 
-    def refuses(self, n, k, parts):
-        """Why a shard of [n, k] made of rows `parts` cannot be stored or multiplied so; empty if it can."""
+    def refuses(self, n, k, parts, grouped=False):
+        """Why a shard of [n, k] made of rows `parts` cannot be stored or multiplied so; empty if it can.
+
+        Grouped (expert) GEMMs in INT4 need a shape that Marlin takes; a dense one finds another kernel.
+        """
         if self.strategy == "group" and k % self.group:
             return f"K={k} is no multiple of the group of {self.group}"
-        if self.name == "int4" and not ((n % 64 == 0 and k % 128 == 0) or (n % 128 == 0 and k % 64 == 0)):
+        if grouped and self.name == "int4" and not ((n % 64 == 0 and k % 128 == 0) or (n % 128 == 0 and k % 64 == 0)):
             return f"Marlin takes N%64, K%128 or N%128, K%64, not N={n}, K={k}"
         if self.strategy == "block" and (k % self.block[1] or any(part % self.block[0] for part in parts)):
             return f"N={n}, K={k} is cut inside a block of {self.block[0]}x{self.block[1]}"

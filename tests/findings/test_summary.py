@@ -155,7 +155,7 @@ def test_a_cpu_run_is_labelled(make_run):
     assert "CPU operators by their own time, 8.10 ms in all: there are no GPU kernels" in found["sentences"][1]
     assert found["sentences"][2].startswith("Next, on this CPU only: GEMM, with a ceiling of 2.50 ms a step")
     assert found["whatif"] == []
-    assert any("not computed for a CPU" in text for text in found["missing"])
+    assert any("DRAM efficiency: not computed for a CPU" in text for text in found["missing"])
     assert found["closure"][0]["part"] == "GEMMs"  # no bound on a CPU
 
 
@@ -165,6 +165,7 @@ def test_changes_are_against_the_newest_comparable_run(make_run):
     found = plain(summarise(make_run({"levels": LEVELS}, **GPU)))
     assert found["previous"] == first.path.name
     assert {row["verdict"] for row in found["changes"]} == {"unclear"}
+    assert any(text.startswith("verdicts on changes") for text in found["missing"])
     assert math.isclose(found["changes"][0]["change_percent"], 0, abs_tol=1e-9)
 
 
@@ -216,3 +217,13 @@ def test_a_damaged_neighbour_does_not_stop_the_findings(make_run):
         (neighbour.path / damage).write_text("{")
     found = summarise(make_run({"levels": LEVELS}, **GPU))
     assert "what changed: there is no earlier run" in found["missing"]
+
+
+def test_a_capture_at_another_concurrency_closes_on_its_own_step(make_run):
+    steps = [row for row in STEPS if row["capture"] == "c64"]
+    run = make_run({"levels": LEVELS, "steps": steps, "breakdown": BREAKDOWN}, **GPU)
+    found = plain(summarise(run))
+    assert found["closure"][-1]["ms"] == pytest.approx(8.7)  # not the TPOT of 8.64 ms at C=1
+    assert found["closure"][0]["part"] == "GEMMs"
+    assert found["whatif"] == []
+    assert any("measured at C=1, the capture at C=64" in text for text in found["missing"])

@@ -3,9 +3,11 @@
 import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from k25lib.errors import K25Error, UsageError
-from k25lib.model import load_model
+from k25lib.model import load_model, touched_experts
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -93,6 +95,13 @@ def load(tmp_path):
         return load_model(tmp_path)
 
     return _load
+
+
+@given(st.integers(1, 512), st.integers(1, 64), st.integers(1, 200))
+def test_touched_experts_are_between_one_token_and_all(experts, per_token, tokens):
+    per_token = min(per_token, experts)
+    touched = touched_experts(experts, per_token, tokens)
+    assert per_token - 1e-6 <= touched <= min(experts, tokens * per_token) + 1e-6
 
 
 def gemms(step):
@@ -213,6 +222,20 @@ def test_quantization_at_the_top_level_of_a_nested_config_counts(load):
     nested = {"architectures": ["KimiK25ForConditionalGeneration"], "text_config": TINY_KIMI}
     step = load(nested, quantization_config={"quant_method": "fp8"}).step()
     assert gemms(step)["o_proj"]["dtype"] == "fp8"
+
+
+def test_groups_bound_the_tensor_parallel_size(load):
+    quantization = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True}
+    model = load(QWEN3_30B, quantization_config=quantization)
+    assert model.possible_tp() == [1, 2]
+    with pytest.raises(UsageError, match="routed down: K=192 is no multiple of the group of 128; tp may be 1, 2$"):
+        model.step(tp=4)
+
+
+def test_latent_attention_without_a_compressed_query(load):
+    step = gemms(load(DEEPSEEK_V3, q_lora_rank=None, quantization_config=None).step(tp=2))
+    assert (step["q_proj"]["n"], step["q_proj"]["k"]) == (64 * 192, 7168)
+    assert (step["kv_a_proj"]["n"], step["kv_a_proj"]["sharding"]) == (576, "replicated")
 
 
 @pytest.mark.parametrize("tp", [3, 5, 6, 64])
