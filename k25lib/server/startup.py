@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from k25lib.server.chosen import flags
+
 STUCK_AFTER_S = 1200.0  # a good load was once silent for ten minutes, at constant GPU memory
 STAGES = {
     "start": "starting Python",
@@ -40,18 +42,6 @@ _BEGIN = re.compile(r"█ +version (?P<version>[\w.+-]+)\s*$|vLLM API server ver
 _MARK = re.compile("|".join(f"(?P<{stage}>{pattern})" for stage, pattern in _MARKS))
 _SHARDS = re.compile(r"% Completed \| (\d+)/(\d+) \[((?:\d+:)+\d+)<")
 _BAR = re.compile(r"(?:Capturing CUDA graphs?|Fetching \d+ files)[^|\r\n]*?(\d+)%\|")
-_CHOSEN = {
-    "moe_backend": r"Using (?:'(\S+)' \S+ MoE backend|(\S+) (?:Unquantized )?MoE backend)",
-    "attention_backend": r"Using (?:(\S+) attention backend|(\S+MLA) backend\.)",
-    "mla_prefill_backend": r"Using (.+?) MLA prefill backend",
-    "all_reduce_backends": r"Using (\[[^\]]*\]) all-reduce backends",
-    "quantization_method": r"Using (\S+Method)\b",
-    "nccl": r"vLLM is using nccl==(\S+)",
-    "kv_cache_tokens": r"KV cache size: ([\d,]+) tokens",
-    "non_default_args": r"non-default args: (\{.*\})",
-    "weights_loaded": r"Model loading took (.+?) seconds",
-    "init_engine_s": r"init engine \(.*?\) took ([\d.]+) s",
-}
 _PREFIX = re.compile(
     r"^(?:\([\w-]+ pid=\d+\)\s*)*(?:(?:ERROR|CRITICAL|WARNING|INFO) \d\S* \S+ (?:\[[^\]]*\] ?)?)?(?:\[rank\d+\]: ?)?"
 )
@@ -207,23 +197,10 @@ def explain(text):
     return Death(final)
 
 
-def chosen(text):
-    """What the log says that the server chose (backends, NCCL, KV cache size, arguments): name -> words."""
-    found = {}
-    for name, pattern in _CHOSEN.items():
-        if match := re.search(pattern, text):
-            found[name] = next(group for group in match.groups() if group is not None)
-    if version := _BEGIN.search(text):
-        found["version"] = version["version"] or version["old"]
-    return found
-
-
 def key(text):
     """What makes two starts comparable, from the log: model and tensor parallel size; '' if the log does not tell."""
-    arguments = chosen(text).get("non_default_args", "")
-    model = re.search(r"'model': '([^']+)'", arguments)
-    size = re.search(r"'tensor_parallel_size': (\d+)", arguments)
-    return f"{model[1]} tp={size[1] if size else 1}" if model else ""
+    told = flags(text)
+    return f"{told['model']} tp={told.get('tensor_parallel_size', 1)}" if "model" in told else ""
 
 
 def span(seconds):

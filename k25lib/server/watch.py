@@ -84,9 +84,12 @@ def wait_until_ready(
     client, began = Client(url, timeout_s=5.0), clock()
     state = startup.Startup(began, stuck_after_s=stuck_after_s)
     teller, text, from_begin = _Teller(say or (lambda line: None)), "", None
+    living, ask_at = None, began
     while True:
         now = clock()
-        living = alive() if alive else None  # asked first: what a dead server wrote is in the log by now
+        if alive and now >= ask_at:
+            living = alive()  # asked first: what a dead server wrote is in the log by now
+            ask_at = now + 20 * (clock() - now)  # by ssh it takes half a second: then seldom
         new = log.read() if log else ""
         text = (text + new)[-(1 << 20) :]
         state.feed(new, now)
