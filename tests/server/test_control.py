@@ -284,6 +284,7 @@ def ssh(tmp_path_factory):
     server.wait()
 
 
+@pytest.mark.slow  # a dozen logins
 def test_over_ssh(ssh, tmp_path, vllm):
     command, url = vllm
     settings = {"command": command, "log": str(tmp_path / "remote log"), "via": ssh}
