@@ -177,6 +177,32 @@ def test_a_second_start_in_the_same_log():
     assert (state.stage, state.version) == ("engine", "0.32.0")
 
 
+DYING = GPU[:4000] + "\ntorch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB\n"
+
+
+def test_a_server_that_dies_again_and_again_is_told(monkeypatch):
+    events = [(60.0 * n, DYING) for n in range(9)]
+    replay = Replay(events, monkeypatch)
+    with pytest.raises(K25Error, match=r"^the server dies and is started again and again: torch.OutOfMemoryError"):
+        replay.wait()
+    assert replay.now < 300
+    # what was in the log before we looked does not count
+    replay = Replay([(0.0, DYING * 9), (10.0, GPU)], monkeypatch)
+    assert replay.wait() == "kimi"
+
+
+def test_errors_of_earlier_starts_are_not_quoted(monkeypatch):
+    assert explain(DYING + CPU).error == "" and "out of GPU memory" in explain(DYING + CPU, back=1).means
+    replay = Replay([(0.0, DYING)], monkeypatch)
+    with pytest.raises(K25Error, match="not ready after 10 min .*; its log says: torch.OutOfMemoryError"):
+        replay.wait(limit_s=600)
+
+
+def test_a_killed_server_without_a_word_is_explained():
+    death = explain(CPU + "k25: the server has ended: the server ended by itself (exit status -9)\n")
+    assert death.error.endswith("(exit status -9)") and "out of memory, or somebody killed" in death.means
+
+
 def test_files_cut_short_or_replaced_are_read_anew(tmp_path):
     path = tmp_path / "log"
     log = watch.LogFile(path)
