@@ -91,21 +91,17 @@ class Embedded:
     def stop(self):
         """End the server, whoever started it, and wait until nothing of it is left. Harmless if it has ended."""
         state = self._refresh()
-        if _runs(state):
-            os.kill(state["supervisor"], signal.SIGTERM)
-            deadline = time.monotonic() + state["grace_s"] + 10
-            while _runs(state) and time.monotonic() < deadline:
-                if self._process:
-                    self._process.poll()
-                time.sleep(0.02)
-        if self._process:
-            self._process.wait()
-            self._process = None
+        if not self.is_alive():
+            return
+        os.kill(self._process.pid if self._process else state["supervisor"], signal.SIGTERM)
+        deadline = time.monotonic() + state["grace_s"] + 10
+        while self.is_alive() and time.monotonic() < deadline:
+            time.sleep(0.02)
 
     def is_alive(self):
         """True while the server's processes live (that it makes tokens is `Client.ready`'s to say)."""
-        if self._process and self._process.poll() is not None:
-            return False
+        if self._process:
+            return self._process.poll() is None
         return _runs(self._refresh())
 
     def why_died(self):
@@ -210,11 +206,13 @@ class Embedded:
         dead = []
         for path in sorted(_servers(self.root).glob("*/state.json"), reverse=True):
             state = _read(path)
-            if state and "supervisor" in state and not _runs(state) and path.parent != self.folder:
-                dead.append(path.parent)
-                if "ended" not in state:
-                    supervisor.remove_shared_memory(state["shared_memory"])
-                    shutil.rmtree(state["temporary"], ignore_errors=True)
+            starting = "supervisor" not in state and supervisor.start_time(state.get("owner")) is not None
+            if path.parent == self.folder or starting or _runs(state):
+                continue
+            dead.append(path.parent)
+            if "supervisor" in state and "ended" not in state:
+                supervisor.remove_shared_memory(state["shared_memory"])
+                shutil.rmtree(state["temporary"], ignore_errors=True)
         for folder in dead[KEEP_FOLDERS:]:
             shutil.rmtree(folder, ignore_errors=True)
 

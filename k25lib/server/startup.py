@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from k25lib.server.chosen import flags
+
 STUCK_AFTER_S = 1200.0  # a good load was once silent for ten minutes, at constant GPU memory
 STAGES = {
     "start": "starting Python",
@@ -40,18 +42,6 @@ _BEGIN = re.compile(r"█ +version (?P<version>[\w.+-]+)\s*$|vLLM API server ver
 _MARK = re.compile("|".join(f"(?P<{stage}>{pattern})" for stage, pattern in _MARKS))
 _SHARDS = re.compile(r"% Completed \| (\d+)/(\d+) \[((?:\d+:)+\d+)<")
 _BAR = re.compile(r"(?:Capturing CUDA graphs?|Fetching \d+ files)[^|\r\n]*?(\d+)%\|")
-_CHOSEN = {
-    "moe_backend": r"Using (?:'(\S+)' \S+ MoE backend|(\S+) (?:Unquantized )?MoE backend)",
-    "attention_backend": r"Using (?:(\S+) attention backend|(\S+MLA) backend\.)",
-    "mla_prefill_backend": r"Using (.+?) MLA prefill backend",
-    "all_reduce_backends": r"Using (\[[^\]]*\]) all-reduce backends",
-    "quantization_method": r"Using (\S+Method)\b",
-    "nccl": r"vLLM is using nccl==(\S+)",
-    "kv_cache_tokens": r"KV cache size: ([\d,]+) tokens",
-    "non_default_args": r"non-default args: (\{.*\})",
-    "weights_loaded": r"Model loading took (.+?) seconds",
-    "init_engine_s": r"init engine \(.*?\) took ([\d.]+) s",
-}
 _PREFIX = re.compile(
     r"^(?:\([\w-]+ pid=\d+\)\s*)*(?:(?:ERROR|CRITICAL|WARNING|INFO) \d\S* \S+ (?:\[[^\]]*\] ?)?)?(?:\[rank\d+\]: ?)?"
 )
@@ -86,7 +76,7 @@ class Startup:
         self.stage, self.version, self.shards, self.percent = "start", "", None, None
         self.began, self.earlier, self.stuck_after_s = now, list(earlier), stuck_after_s
         self.entered = {"start": now}
-        self.memory_bytes = None
+        self.memory_bytes, self.restarts = None, 0
         self._tail, self._moved, self._shard_since, self._shard_s, self._cpu = "", now, now, None, None
 
     def feed(self, text, now):
@@ -161,9 +151,10 @@ class Startup:
         return [start[stage] for start in self.earlier if stage in start]
 
     def _read(self, line, now):
-        if begin := _BEGIN.search(line):  # also a second start in the same log
+        if begin := _BEGIN.search(line):
             self.version = begin["version"] or begin["old"]
-            if self.stage != "start":
+            if self.stage != "start":  # the server was started again
+                self.restarts += 1
                 self.stage, self.shards, self.percent, self.entered = "start", None, None, {"start": now}
         for mark in _MARK.finditer(line):
             if _ORDER.index(mark.lastgroup) > _ORDER.index(self.stage):
@@ -181,49 +172,25 @@ class Startup:
 
 
 def last_error(text):
-    """The last error that a log quotes, in one line; '' if there is none.
-
-    An error that only says that another process failed first gives way to that other process's error.
-    """
-    errors = []
-    for line in re.split(r"[\r\n]+", text):
-        line = _PREFIX.sub("", line).strip()
-        if _ERROR.match(line):
-            errors.append(line)
-    own = [line for line in errors if not _FOLLOWS.search(line)]
-    return (own or errors or [""])[-1][:300]
+    """The last error that a log quotes, in one line; '' if there is none."""
+    return (_errors(text) or [""])[-1]
 
 
-def explain(text):
-    """Why the server died that wrote this log: a Death."""
-    lines = [_PREFIX.sub("", line).strip() for line in re.split(r"[\r\n]+", text)]
-    errors = [line for line in lines if _ERROR.match(line)]
-    final = last_error(text)
-    for candidates in ([final], errors[::-1]):  # the last error first: an earlier one may have been survived
+def explain(text, back=0):
+    """Why the server died that wrote this log, in its last start, or `back` starts before it: a Death."""
+    bounds = [0, *(begin.start() for begin in _BEGIN.finditer(text)), len(text)]
+    errors = _errors(text[bounds[-2 - back] : bounds[-1 - back]])
+    for line in reversed(errors[-5:]):  # an earlier one may have been survived
         for pattern, means, advice in _causes():
-            for line in candidates:
-                if pattern.search(line):
-                    return Death(line[:300], means, advice)
-    return Death(final)
-
-
-def chosen(text):
-    """What the log says that the server chose (backends, NCCL, KV cache size, arguments): name -> words."""
-    found = {}
-    for name, pattern in _CHOSEN.items():
-        if match := re.search(pattern, text):
-            found[name] = next(group for group in match.groups() if group is not None)
-    if version := _BEGIN.search(text):
-        found["version"] = version["version"] or version["old"]
-    return found
+            if pattern.search(line):
+                return Death(line, means, advice)
+    return Death(errors[-1] if errors else "")
 
 
 def key(text):
     """What makes two starts comparable, from the log: model and tensor parallel size; '' if the log does not tell."""
-    arguments = chosen(text).get("non_default_args", "")
-    model = re.search(r"'model': '([^']+)'", arguments)
-    size = re.search(r"'tensor_parallel_size': (\d+)", arguments)
-    return f"{model[1]} tp={size[1] if size else 1}" if model else ""
+    told = flags(text)
+    return f"{told['model']} tp={told.get('tensor_parallel_size', 1)}" if "model" in told else ""
 
 
 def span(seconds):
@@ -231,6 +198,15 @@ def span(seconds):
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def _errors(text):
+    """The errors that a log quotes. One that only says that another process failed first gives way to that one's; how
+    our supervisor saw the server end, to any other."""
+    lines = [_PREFIX.sub("", line).strip()[:300] for line in re.split(r"[\r\n]+", text)]
+    errors = [line for line in lines if _ERROR.match(line)]
+    ended = [line.removeprefix("k25: ") for line in lines if re.match(r"k25: .* \(exit status -\d+\)", line)]
+    return [line for line in errors if not _FOLLOWS.search(line)] or errors or ended
 
 
 @cache

@@ -128,13 +128,13 @@ def remember(server, state):
 
 
 def end(server, grace_s):
-    """End the server: SIGTERM to its leader, SIGKILL to it after `grace_s`, and to what else is left 3 s later."""
+    """End the server: SIGTERM to its leader, SIGKILL to it after `grace_s`, and to what else is left soon after."""
     server.terminate()
     try:
         server.wait(grace_s)
     except subprocess.TimeoutExpired:
         server.kill()
-    deadline = time.monotonic() + 3.0
+    deadline = time.monotonic() + min(3.0, grace_s)
     while left := session(server.pid):
         if time.monotonic() > deadline:
             for pid in left:

@@ -50,10 +50,10 @@ def interpreter(root, on_stage):
 def tiny_model(root, python, on_stage):
     """The folder of the tiny Kimi-K2.5, written by `python` if need be."""
     folder = cache_dir(root) / "tiny-kimi-k2.5"
-    stamp = _hash(TINY_MODEL.read_bytes())
+    stamp = _hash(TINY_MODEL.read_bytes(), TINY_MODEL.with_suffix(".json").read_bytes())
     if not _is_whole(folder, stamp):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(folder.with_suffix(".lock"), on_stage):
+        with _lock(folder.with_name(folder.name + ".lock"), on_stage):
             if not _is_whole(folder, stamp):
                 on_stage("writing the tiny Kimi-K2.5 (random weights)")
                 with _aside(folder, stamp) as part:

@@ -84,13 +84,17 @@ def wait_until_ready(
     client, began = Client(url, timeout_s=5.0), clock()
     state = startup.Startup(began, stuck_after_s=stuck_after_s)
     teller, text, from_begin = _Teller(say or (lambda line: None)), "", None
+    living, ask_at = None, began
     while True:
         now = clock()
-        living = alive() if alive else None  # asked first: what a dead server wrote is in the log by now
+        if alive and now >= ask_at:
+            living = alive()  # asked first: what a dead server wrote is in the log by now
+            ask_at = now + 20 * (clock() - now)  # by ssh it takes half a second: then seldom
         new = log.read() if log else ""
         text = (text + new)[-(1 << 20) :]
         state.feed(new, now)
-        from_begin = not new if from_begin is None else from_begin
+        if from_begin is None:  # what was there before we looked is of earlier starts
+            from_begin, earlier_restarts = not new, state.restarts
         if starts and not state.earlier and (key := startup.key(text)):
             state.earlier = _read(starts).get(key, [])
         if probe:
@@ -106,13 +110,18 @@ def wait_until_ready(
             return served
         if living is False:
             raise K25Error(f"the server died while starting: {redact(str(startup.explain(text)))}")
+        if state.restarts - earlier_restarts >= 3:
+            why = redact(str(startup.explain(text, back=1)))
+            raise K25Error(f"the server dies and is started again and again: {why}")
         if log and state.stuck(now):
             raise K25Error(
                 f"the server is stuck ({state.line(now)}): neither its log nor its memory nor its CPUs moved for "
                 f"{startup.span(stuck_after_s)}"
             )
         if now - began > limit_s:
-            raise K25Error(f"not ready after {startup.span(limit_s)} ({state.line(now)}): {problem}")
+            logged = startup.explain(text)
+            hint = f"; its log says: {redact(str(logged))}" if logged.error else ""
+            raise K25Error(f"not ready after {startup.span(limit_s)} ({state.line(now)}): {problem}{hint}")
         waiting = f"waiting for {client.shown_url}, {startup.span(now - began)} so far"
         teller.tell(state.line(now) if text else waiting, state.stage, (state.shards, state.percent), now)
         sleep(every_s)

@@ -58,17 +58,19 @@ def main(words):
         sys.exit(1)
     if how == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    with Path(f"/dev/shm/k25-test-{os.getpid()}").open("w+b") as shared:
-        shared.write(b"x" * 4096)
-        shared.flush()
-        kept = mmap.mmap(shared.fileno(), 4096)
+    kept = []
+    if "--tensor-parallel-size" in words:  # as the embedded server is started
+        with Path(f"/dev/shm/k25-test-{os.getpid()}").open("w+b") as shared:
+            shared.write(b"x" * 4096)
+            shared.flush()
+            kept.append(mmap.mmap(shared.fileno(), 4096))
     worker = ["sleep", "1000"] if how == "deaf" else ["sh", "-c", "read line"]  # the latter ends with its parent
     workers = [subprocess.Popen(worker, stdin=subprocess.PIPE)]
     print(json.dumps({"argv": words, "env": dict(os.environ)}), flush=True)
     if how == "slow":
         time.sleep(1000)
     ThreadingHTTPServer(("127.0.0.1", int(words[words.index("--port") + 1])), Api).serve_forever()
-    kept.close(), workers.clear()
+    kept.clear(), workers.clear()
 
 
 main(sys.argv[1:])

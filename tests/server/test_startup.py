@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from k25lib.client import ServerDown
 from k25lib.errors import K25Error
 from k25lib.server import startup, watch
-from k25lib.server.startup import Startup, chosen, explain, key, last_error
+from k25lib.server.startup import Startup, explain, key, last_error
 
 DATA = Path(__file__).with_name("data")
 CPU = (DATA / "vllm-0.32-cpu-tp2.log").read_bytes().decode()
@@ -57,14 +57,7 @@ def test_a_log_may_be_cut_anywhere(text, cuts):
         assert getattr(parts, name) == getattr(whole, name)
 
 
-def test_what_the_server_chose():
-    gpu, cpu = chosen(GPU), chosen(CPU)
-    assert gpu["moe_backend"] == "MARLIN" and cpu["moe_backend"] == "CPU"
-    assert gpu["attention_backend"] == "FLASH_ATTN_MLA" and cpu["attention_backend"] == "CPU_MLA"
-    assert gpu["all_reduce_backends"] == "['PYNCCL']" and gpu["nccl"] == "2.28.9"
-    assert gpu["kv_cache_tokens"] == "648,032" and gpu["init_engine_s"] == "24.07"
-    assert gpu["weights_loaded"] == "72.72 GiB memory and 6.182934"
-    assert (gpu["version"], cpu["version"]) == ("0.26.0", "0.32.0")
+def test_starts_are_compared_by_model_and_tensor_parallel_size():
     assert (key(GPU), key(CPU)) == ("/tmp/model tp=2", "/tmp/vllmcpu/out/models/tiny-k25 tp=2")
     assert key("nothing") == ""
 
@@ -182,6 +175,32 @@ def test_a_second_start_in_the_same_log():
     state.feed(GPU, 10.0)
     state.feed(CPU[: CPU.index("Starting to load model")], 20.0)
     assert (state.stage, state.version) == ("engine", "0.32.0")
+
+
+DYING = GPU[:4000] + "\ntorch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB\n"
+
+
+def test_a_server_that_dies_again_and_again_is_told(monkeypatch):
+    events = [(60.0 * n, DYING) for n in range(9)]
+    replay = Replay(events, monkeypatch)
+    with pytest.raises(K25Error, match=r"^the server dies and is started again and again: torch.OutOfMemoryError"):
+        replay.wait()
+    assert replay.now < 300
+    # what was in the log before we looked does not count
+    replay = Replay([(0.0, DYING * 9), (10.0, GPU)], monkeypatch)
+    assert replay.wait() == "kimi"
+
+
+def test_errors_of_earlier_starts_are_not_quoted(monkeypatch):
+    assert explain(DYING + CPU).error == "" and "out of GPU memory" in explain(DYING + CPU, back=1).means
+    replay = Replay([(0.0, DYING)], monkeypatch)
+    with pytest.raises(K25Error, match="not ready after 10 min .*; its log says: torch.OutOfMemoryError"):
+        replay.wait(limit_s=600)
+
+
+def test_a_killed_server_without_a_word_is_explained():
+    death = explain(CPU + "k25: the server has ended: the server ended by itself (exit status -9)\n")
+    assert death.error.endswith("(exit status -9)") and "out of memory, or somebody killed" in death.means
 
 
 def test_files_cut_short_or_replaced_are_read_anew(tmp_path):

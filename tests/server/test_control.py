@@ -1,0 +1,309 @@
+"""Control of servers: real processes here and over a real sshd, stand-ins recorded for docker and systemd."""
+
+import getpass
+import json
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from k25lib.client import Client
+from k25lib.errors import K25Error, UsageError
+from k25lib.server import process
+from k25lib.server.control import Control, presets
+from k25lib.server.supervisor import start_time
+
+HERE = Path(__file__).parent
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def vllm(tmp_path):
+    """The command of a stand-in `vllm serve` that knows --help=all, and its URL."""
+    port = free_port()
+    program = tmp_path / "vllm"
+    program.write_text(
+        "#!/bin/sh\n"
+        f'case "$*" in *--help=all*) echo "  --profiler-config PROFILER_CONFIG";; '
+        f'*) exec {sys.executable} {HERE / "fake_vllm.py"} "$@";; esac\n'
+    )
+    program.chmod(0o755)
+    return f"env MARKED=yes {program} serve 'a model' --port {port}", f"http://127.0.0.1:{port}"
+
+
+@pytest.fixture
+def stand_ins(tmp_path, monkeypatch):
+    """docker, systemctl and journalctl that record; returns a function that reads the calls."""
+    binaries = tmp_path / "bin"
+    binaries.mkdir()
+    for name in ("docker", "systemctl", "journalctl"):
+        (binaries / name).write_text(
+            f'#!/bin/sh\nexec {sys.executable} {HERE / "stand_in.py"} {tmp_path} {name} "$@"\n'
+        )
+        (binaries / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{binaries}:{os.environ['PATH']}")
+    return lambda: [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
+
+
+def read_until(log, words):
+    text, deadline = "", time.monotonic() + 20
+    while words not in text:
+        assert time.monotonic() < deadline, text
+        text += log.read()
+        time.sleep(0.02)
+    return text
+
+
+def test_process(tmp_path, vllm):
+    command, url = vllm
+    said = []
+    control = Control({"command": command, "log": str(tmp_path / "the log")}, allowed=True, say=said.append)
+    assert not control.running()
+    (tmp_path / "the log").write_text("an earlier start\n")
+    assert control.bring_up(url, every_s=0.05) == "tiny-kimi-k2.5"
+    assert control.running() and f"nohup setsid {command} >> " in said[0]
+    with pytest.raises(K25Error, match="runs already"):
+        control.start()
+    log = (tmp_path / "the log").read_text()
+    assert log.startswith("an earlier start\n")
+    first = json.loads(log.splitlines()[1])
+    assert first["env"]["MARKED"] == "yes" and first["argv"][:2] == ["serve", "a model"]
+    assert control.run(["echo", "two words"]).stdout == "two words\n"
+    control.stop()
+    assert not control.running()
+    control.stop()
+
+
+def test_found_by_port_and_restarted_as_it_was(tmp_path, vllm, monkeypatch):
+    command, url = vllm
+    log, port = tmp_path / "found.log", int(url.rpartition(":")[2])
+    subprocess.run(
+        ["sh", "-c", f"{command} > found.log 2>&1 &"], check=True, cwd=tmp_path, env={**os.environ, "OF_IT": "1"}
+    )
+    wait_ready(url)
+    found = process.find(port)
+    assert (found["cwd"], found["log"], found["argv"][2:4]) == (str(tmp_path), str(log), ["serve", "a model"])
+    assert process.environment(found["pid"])["OF_IT"] == "1"
+    signs = process.activity(found["pid"])
+    assert signs["cpu_s"] >= 0 and signs["memory_bytes"] > 1_000_000
+
+    control = Control.of_url(url, allowed=True, say=lambda _: None)
+    assert control.running()
+    control.stop()
+    assert process.find(port) is None
+    assert control.bring_up(url, every_s=0.05) == "tiny-kimi-k2.5"
+    again = process.find(port)
+    assert again["pid"] != found["pid"] and (again["argv"], again["cwd"]) == (found["argv"], found["cwd"])
+    assert process.environment(again["pid"])["OF_IT"] == "1"
+    assert len(log.read_text().splitlines()) == 2  # the old log goes on
+    control.stop()
+
+
+def test_a_pid_that_another_process_has_now_is_not_the_server(tmp_path):
+    control = Control({"command": "vllm serve m", "log": str(tmp_path / "log")}, allowed=True)
+    (tmp_path / "log.pid").write_text(f"{os.getpid()} 12345\n")
+    assert not control.running()
+    (tmp_path / "log.pid").write_text(f"{os.getpid()} {start_time(os.getpid())}\n")
+    assert control.running()
+
+
+def wait_ready(url):
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            return Client(url).ready()
+        except K25Error:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def test_nothing_found_at_a_port():
+    with pytest.raises(K25Error, match=r"^no process of this machine .* say in \[control\]"):
+        Control.of_url(f"http://127.0.0.1:{free_port()}")
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [({"unit": "vllm.service"}, 'preset = "systemd" and control.unit = "vllm.service"'),
+     ({"container": "abcdef123456"}, 'preset = "docker" and control.container = "abcdef123456"')],
+)  # fmt: skip
+def test_a_kept_process_is_left_to_its_keeper(monkeypatch, found, words):
+    base = {"pid": 1, "argv": ["vllm"], "cwd": "/", "log": "", "unit": "", "container": ""}
+    monkeypatch.setattr(process, "find", lambda port: {**base, **found})
+    with pytest.raises(K25Error, match=words):
+        Control.of_url("http://127.0.0.1:8000")
+
+
+def test_profiling_and_back_also_after_a_failure(tmp_path, vllm):
+    command, url = vllm
+    control = Control({"command": command, "log": str(tmp_path / "log")}, allowed=True, say=lambda _: None)
+    control.bring_up(url, every_s=0.05)
+    with pytest.raises(RuntimeError), control.profiling(url, "/the traces", every_s=0.05):
+        argv = process.find(int(url.rpartition(":")[2]))["argv"]
+        assert json.loads(argv[argv.index("--profiler-config") + 1])["torch_profiler_dir"] == "/the traces"
+        raise RuntimeError
+    assert "--profiler-config" not in process.find(int(url.rpartition(":")[2]))["argv"]
+    control.stop()
+
+
+def test_a_start_that_fails_the_first_time_is_tried_again(tmp_path, vllm, monkeypatch):
+    command, url = vllm
+    monkeypatch.setenv("FAKE_VLLM", "port")
+    monkeypatch.chdir(tmp_path)
+    said = []
+    control = Control({"command": command, "log": str(tmp_path / "log")}, allowed=True, say=said.append)
+    assert control.bring_up(url, every_s=0.05) == "tiny-kimi-k2.5"
+    assert any("Address already in use; the port is in use" in line and "trying again" in line for line in said)
+    control.stop()
+    monkeypatch.setenv("FAKE_VLLM", "die")
+    with pytest.raises(K25Error, match="died while starting: ValueError: no room for the cache"):
+        control.bring_up(url, every_s=0.05)
+
+
+def test_nothing_is_restarted_unless_allowed(tmp_path):
+    settings = {"command": "vllm serve m --api-key s3cret", "log": str(tmp_path / "log")}
+    control = Control(settings)
+    with pytest.raises(K25Error, match=r"^the server is not restarted without --allow-restart; it would run: cd"):
+        control.start()
+    said = []
+    dry = Control(settings, dry=True, say=said.append)
+    dry.stop(), dry.start(), dry.bring_up("http://127.0.0.1:1")
+    assert [line[:11] for line in said] == ["would run: "] * 3
+    assert not list(tmp_path.iterdir()) and "s3cret" not in "".join(said + dry.plan())
+
+
+def test_docker(stand_ins):
+    settings = {"preset": "docker", "container": "my vllm", "start_profiling": "docker start vllm-profiled"}
+    control = Control(settings, allowed=True, say=lambda _: None)
+    assert not control.running()
+    log = control.start()
+    assert "startup complete" in read_until(log, "complete")
+    log.close()
+    assert control.running()
+    assert control.run(["vllm", "--version"]).stdout == "ran ['vllm', '--version']\n"
+    assert control.exec_prefix() == ["docker", "exec", "my vllm"]
+    control.stop()
+    log = control.start(control.profiled("/traces"))
+    log.close()
+    calls = stand_ins()
+    assert ["docker", "start", "my vllm"] in calls and ["docker", "stop", "-t", "60", "my vllm"] in calls
+    assert ["docker", "start", "vllm-profiled"] in calls
+    logs = next(call for call in calls if call[1] == "logs")
+    assert logs[2:4] == ["--follow", "--since"] and abs(int(logs[4]) - time.time()) < 60 and logs[5] == "my vllm"
+
+
+def test_systemd(stand_ins, tmp_path):
+    control = Control({"preset": "systemd", "unit": "vllm.service"}, allowed=True, say=lambda _: None)
+    (tmp_path / "fail").touch()
+    with pytest.raises(K25Error, match=r"^failed \(exit status 1\): Job for vllm.service failed"):
+        control.start()
+    log = control.start()
+    read_until(log, "complete")
+    log.close()
+    assert control.running()
+    control.stop()
+    calls = stand_ins()
+    assert ["systemctl", "start", "vllm.service"] in calls and ["systemctl", "stop", "vllm.service"] in calls
+    journal = next(call for call in calls if call[0] == "journalctl")
+    assert journal[1:3] == ["--unit", "vllm.service"] and journal[-1].startswith("@")
+    with pytest.raises(UsageError, match=r"^set control.start_profiling: .* --profiler-config"):
+        control.profiled("/traces")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"preset": "k8s"}, "'k8s' is unknown: there are process, systemd, docker"),
+        ({"preset": "docker"}, "control.container is not set: preset docker .a docker container"),
+        ({"command": "vllm serve m"}, "control.log is not set"),
+        ({"preset": "systemd", "unti": "x"}, "no key 'unti': there are preset, via, command"),
+    ],
+)
+def test_bad_settings_are_told(settings, words):
+    with pytest.raises(UsageError, match=words):
+        Control(settings)
+
+
+def test_the_profiler_flag_is_looked_up_before_any_restart(tmp_path):
+    def control(command, **more):
+        return Control({"command": command, "log": str(tmp_path / "log"), **more}, say=lambda _: None)
+
+    with pytest.raises(K25Error, match="no --profiler-config: .* VLLM_TORCH_PROFILER_DIR=/t"):
+        control("echo serve m").profiled("/t")  # an old version: its help does not have the flag
+    with pytest.raises(K25Error, match=r"help can't be read \(.*not found\)"):
+        control("no-such-vllm serve m").profiled("/t")
+    with pytest.raises(UsageError, match="no `vllm serve"):
+        control("./start.sh").profiled("/t")
+    assert control("./start.sh", start_profiling="./start.sh prof").profiled("/t") == "./start.sh prof"
+    already = control("vllm serve m --profiler-config '{}'")
+    assert already.profiled("/t") == already.command("start")
+
+
+def test_presets_are_whole():
+    for preset in presets().values():
+        assert {"about", "start", "stop", "running", "mark", "logs", "exec"} <= set(preset)
+
+
+@pytest.fixture(scope="module")
+def ssh(tmp_path_factory):
+    """`ssh` to a real sshd on loopback, for this user: the words to put before a command."""
+    sshd = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin:/usr/local/sbin")
+    if not sshd:
+        pytest.skip("no sshd: apt-get install openssh-server")
+    folder, port = tmp_path_factory.mktemp("ssh"), free_port()
+    for name in ("host", "user"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
+    (folder / "config").write_text(
+        f"Port {port}\nListenAddress 127.0.0.1\nHostKey {folder}/host\nAuthorizedKeysFile {folder}/user.pub\n"
+        "StrictModes no\nUsePAM no\nPidFile none\nPermitRootLogin prohibit-password\n"
+    )
+    if os.geteuid() == 0:
+        Path("/run/sshd").mkdir(exist_ok=True)
+    server = subprocess.Popen([sshd, "-D", "-e", "-f", folder / "config"], stderr=subprocess.DEVNULL)
+    options = (
+        f"-p {port} -i {folder}/user -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR"
+    )
+    words = f"ssh -o BatchMode=yes {options} {getpass.getuser()}@127.0.0.1"
+    deadline = time.monotonic() + 10
+    while subprocess.run([*shlex.split(words), "true"], capture_output=True).returncode:
+        assert time.monotonic() < deadline, "sshd does not let us in"
+        time.sleep(0.1)
+    yield words
+    server.terminate()
+    server.wait()
+
+
+@pytest.mark.slow  # a dozen logins
+def test_over_ssh(ssh, tmp_path, vllm):
+    command, url = vllm
+    settings = {"command": command, "log": str(tmp_path / "remote log"), "via": ssh}
+    control = Control(settings, allowed=True, say=lambda _: None)
+    assert not control.running()
+    assert control.bring_up(url, every_s=0.05) == "tiny-kimi-k2.5"
+    assert control.running() and control.run(["echo", "a 'quoted' word"]).stdout == "a 'quoted' word\n"
+    with control.profiling(url, "/tr aces", every_s=0.05):
+        argv = process.find(int(url.rpartition(":")[2]))["argv"]
+        assert json.loads(argv[argv.index("--profiler-config") + 1])["torch_profiler_dir"] == "/tr aces"
+    log = (tmp_path / "remote log").read_text()
+    assert len(log.splitlines()) == 3 and json.loads(log.splitlines()[0])["argv"][:2] == ["serve", "a model"]
+    assert control.exec_prefix() == shlex.split(ssh)
+    control.stop()
+    assert not control.running()
+
+
+def test_a_host_that_can_not_be_reached_is_told(tmp_path):
+    via = f"ssh -o BatchMode=yes -o ConnectTimeout=2 -p {free_port()} 127.0.0.1"
+    control = Control({"command": "vllm serve m", "log": str(tmp_path / "l"), "via": via}, allowed=True, say=str)
+    with pytest.raises(K25Error, match="Connection refused"):
+        control.start()
