@@ -36,7 +36,13 @@ def overview(run):
         "git": plain(_git(manifest.get("git") or {})),
         "previous": before.path.name if before else "",
         "environment": differences(_facts(manifest), _facts(before.manifest) if before else {}),
-        "settings": rows(manifest.get("settings") or {}) | rows(manifest.get("method") or {}, "method"),
+        "settings": {
+            name: value
+            for name, value in (
+                rows(manifest.get("settings") or {}) | rows(manifest.get("method") or {}, "method")
+            ).items()
+            if value not in ("", "–")
+        },
         "phases": [
             {"name": name, **phase, "question": plain(phase.get("question") or "").strip("*_# ")}
             for name, phase in sorted((manifest.get("phases") or {}).items())
@@ -66,12 +72,14 @@ def rows(value, prefix=""):
     if isinstance(value, dict):
         found = {}
         for key, part in value.items():
-            found |= rows(part, f"{prefix}.{key}" if prefix else str(key))
+            secret = str(key).lower().endswith(("api_key", "password", "secret")) and part
+            found |= rows("(not shown)" if secret else part, f"{prefix}.{key}" if prefix else str(key))
         return found
     if isinstance(value, list) and value and all(isinstance(part, dict) for part in value):
         keys = dict.fromkeys(key for part in value for key in part)
         return {f"{prefix}.{key}": counted([part.get(key) for part in value], key == "name") for key in keys}
-    return {prefix: tables.cell(value)}
+    whole = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1e6
+    return {prefix: str(value) if whole else tables.cell(value)}  # a port or a length is no quantity: 43315, not 43,315
 
 
 def hardware(environment):
