@@ -15,6 +15,7 @@ from k25lib.report.document import write_document
 from k25lib.report.figures import summary
 from k25lib.report.index import write_index
 from k25lib.report.page import write_page
+from k25lib.run import Run
 
 pytestmark = [
     pytest.mark.slow,
@@ -53,8 +54,8 @@ def bars(name):
     return {**figure, "layout": {"title": {"text": f"Kernels of {name}"}, "height": 300, "yaxis": {"automargin": True}}}
 
 
-@pytest.fixture
-def report(make_run, tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
     """The folder of a run with a failed and a skipped phase, hostile names everywhere, and every figure of page 1."""
     found = {
         "sentences": [HOSTILE, "It is so.", "Next."],
@@ -64,9 +65,10 @@ def report(make_run, tmp_path, monkeypatch):
         "changes": [{"metric": HOSTILE, "before": 1.0, "after": 2.0, "verdict": "worse"}],
         "missing": [HOSTILE],
     }
-    monkeypatch.setattr("k25lib.report.overview.summarise", lambda run: found)
-    run = make_run(STATES, environment={"model": HOSTILE, "gpus": [{"name": HOSTILE}], "flags": {HOSTILE: HOSTILE}})
-    run.update(title=HOSTILE)
+    tmp_path = tmp_path_factory.mktemp("report")
+    phases = {name: {"state": state, "why": why, "question": HOSTILE} for name, (state, why) in STATES.items()}
+    environment = {"model": HOSTILE, "gpus": [{"name": HOSTILE}], "flags": {HOSTILE: HOSTILE}}
+    run = Run.create("bench", tmp_path / "runs", title=HOSTILE, phases=phases, environment=environment)
     run.save(
         "breakdown",
         [{"capture": c, "category": k, "ms": 9.0 - n} for c in ("c1", "c64") for n, k in enumerate(CATEGORIES)],
@@ -77,9 +79,11 @@ def report(make_run, tmp_path, monkeypatch):
         written(folder / "01_service_check.ipynb", *outputs, text=f"# {HOSTILE}"),
         written(folder / "02_macro.failed.ipynb", shown(figure=bars("kernel<float>"))),
     ]
-    write_document(run, folder / "bench.md")
-    write_page(run, paths, folder / "index.html")
-    write_index(folder.parent, [run])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("k25lib.report.overview.summarise", lambda run: found)
+        write_document(run, folder / "bench.md")
+        write_page(run, paths, folder / "index.html")
+        write_index(folder.parent, [run])
     return folder
 
 
