@@ -11,6 +11,7 @@ from k25lib.run import Run
 # Of no interest as a difference between two runs: they are of the moment, or change with every start.
 _MOMENTARY = {
     *(f"server.{name}" for name in ("url", "python", "config", "traces", "log")),
+    *("flags.port", "flags.profiler_config"),
     *(f"gpus.{name}" for name in ("memory_used_bytes", "sm_mhz", "memory_mhz", "temperature_c", "uuid")),
 }
 _UNFINISHED = {"pending": "has not run yet", "running": "is running", "failed": "failed", "skipped": "was skipped"}
@@ -86,8 +87,7 @@ def hardware(environment):
     """The GPUs in words (`2 × NVIDIA H200`), else the CPU."""
     gpus = environment.get("gpus") or []
     names = [gpu.get("name", "GPU") if isinstance(gpu, dict) else gpu for gpu in gpus]
-    cpu = environment.get("cpu") or ""
-    return counted(names) if names else (cpu.get("name") or cpu.get("model") or "") if isinstance(cpu, dict) else cpu
+    return counted(names) or environment.get("cpu") or ""
 
 
 def engine(environment, server):
