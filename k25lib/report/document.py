@@ -3,10 +3,12 @@
 from pathlib import Path
 
 from k25lib.errors import K25Error
-from k25lib.report import index, notebook, tables
+from k25lib.report import first_page, index, notebook, tables
 from k25lib.report.escape import markdown
 from k25lib.report.file import write_text
 from k25lib.report.overview import overview
+
+_NO_CONFIGURATION = ("host ", "port ", "model ", "model_tag ", "served_model_name ", "profiler_config ")
 
 
 def write_document(run, target):
@@ -23,8 +25,9 @@ def write_document(run, target):
         *_missing(facts["missing"]),
         *_plan(facts["phases"]),
         *(_heading("Results") + [block for t in shown for block in _result(t, run)] if shown else []),
-        *_figures(facts["phases"], target.parent),
+        *_figures(run, facts, target.parent),
         *_environment(facts),
+        *_settings(facts["settings"]),
     ]
     write_text(target, "\n\n".join(blocks) + "\n")
     index.write_entry(facts, target.parent)
@@ -34,8 +37,9 @@ def _head(facts):
     rows = [(name.capitalize(), facts[name]) for name in ("model", "hardware", "engine")]
     rows = [("Date", f"{facts['date']} UTC"), *rows, ("Run", facts["run"])]
     rows += [(name.capitalize(), facts[name]) for name in ("command", "git") if facts[name]]
-    rows += (
-        [("Configuration", ", ".join(f"{k} = {v}" for k, v in facts["settings"].items()))] if facts["settings"] else []
+    flags = [f"{row['name'][6:]} = {row['value']}" for row in facts["environment"] if row["name"].startswith("flags.")]
+    rows += [("Configuration", "; ".join(flag for flag in flags if not flag.startswith(_NO_CONFIGURATION)))] * bool(
+        flags
     )
     return [f"# {markdown(facts['title'])}", _table(["", ""], rows)]
 
@@ -78,16 +82,26 @@ def _result(made, run):
     return [f"### {markdown(made['title'])}", _data(made), source]
 
 
-def _figures(phases, folder):
-    """Links to the figures of the page beside the document, by the notebooks that lie there."""
-    links = []
-    for phase in phases:
+def _figures(run, facts, folder):
+    """Links to the page's figures: its first ones, and those of the notebooks that lie beside the document."""
+    first = enumerate(first_page.figures(run, facts["summary"]), 1)
+    links = [_link(notebook.place("summary", n, plot)) for n, plot in first]
+    for phase in facts["phases"]:
         for path in (folder / f"{phase['name']}.ipynb", folder / f"{phase['name']}.failed.ipynb"):
             try:
-                links += [f"- [{markdown(title)}](index.html#{anchor})" for anchor, title in notebook.figures(path)]
+                links += [_link(place) for place in notebook.figures(path)]
             except K25Error:  # not there, or not whole: the plan says its state
                 continue
-    return [*_heading("Figures"), "\n".join(links)] if links else []
+    words = "They are drawn in the page beside this document, which is made when the campaign ends."
+    return [*_heading("Figures"), words, "\n".join(links)] if links else []
+
+
+def _link(place):
+    return f"- [{markdown(place['title'])}](index.html#{place['id']})"
+
+
+def _settings(settings):
+    return [*_heading("Settings"), _table(["setting", "value"], list(settings.items()))] if settings else []
 
 
 def _environment(facts):

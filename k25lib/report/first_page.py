@@ -1,4 +1,6 @@
-"""The figures of the page's first screen, from what a run has: none is empty."""
+"""The figures of the page's first screen, from what a run has: none is empty, and one that fails is told."""
+
+import sys
 
 import pandas as pd
 
@@ -7,40 +9,70 @@ from k25lib.report.figures import collectives, gemm, summary
 
 
 def figures(run, found):
-    """Plotly figures for the first page, made from the findings and the tables that exist, most telling first."""
-    closure, whatif = (pd.DataFrame.from_records(found.get(key) or []) for key in ("closure", "whatif"))
+    """Plotly JSON of the first page's figures, made from the findings and the tables that exist, most telling first."""
     made = []
-    if {"part", "ms", "kind"} <= set(closure):
-        made.append(summary.waterfall(closure))
-    steps = pd.DataFrame.from_records(found.get("steps_by_run") or [])
-    steps = steps if len(steps) and steps.step.nunique() > 1 else _steps(run.table("breakdown"))
-    if len(steps):
-        made.append(summary.step_by_category(steps))
-    if {"change", "low_ms", "high_ms"} <= set(whatif):
-        made.append(summary.whatif(whatif))
-    levels = run.table("levels")
-    if len(levels) and {"tok_s_per_user", "tok_s_per_gpu", "concurrency"} <= set(levels):
-        good = levels[levels["concurrency"].notna() & levels["tok_s_per_user"].notna()]
-        if len(good):
-            made.append(summary.throughput(good))
-    if len(gemm.timed(run.table("gemm"), 1, "cold")):
-        made.append(gemm.roofline(run.table("gemm"), 1))
-    if len(collectives.timed(run.table("collectives"), "sizes", "expert parallel")):
-        made.append(collectives.latency(run.table("collectives")))
-    history = pd.DataFrame.from_records(found.get("history") or [])
-    if len(history) > 1:
-        made.append(summary.history(history, **found["history_of"]))
-    return [notebook.json_of(figure) for figure in made]
+    for make in (_waterfall, _steps, _whatif, _throughput, _roofline, _collectives, _history):
+        try:
+            figure = make(run, found)
+        except (KeyError, ValueError, TypeError, AttributeError) as error:  # a table of another version, or half of one
+            name = make.__name__.strip("_")
+            print(f"{run.path.name}: no {name} figure: {type(error).__name__}: {error}", file=sys.stderr)
+            continue
+        if figure is not None:
+            made.append(notebook.json_of(figure))
+    return made
 
 
-def _steps(breakdown):
-    """The breakdown as step, category, ms: one bar a capture, rank 0 (or the first there is), all batches pooled."""
-    if breakdown.empty or not {"category", "ms"} <= set(breakdown):
-        return pd.DataFrame()
-    rows = breakdown
+def _waterfall(run, found):
+    rows = _rows(found, "closure", "part", "ms", "kind")
+    return summary.waterfall(rows) if len(rows) else None
+
+
+def _steps(run, found):
+    """Over the runs where there are several; else one bar a capture, rank 0 (or the first), all batches pooled."""
+    rows = _rows(found, "steps_by_run", "step", "category", "ms")
+    if len(rows) and rows.step.nunique() > 1:
+        return summary.step_by_category(rows)
+    rows = run.table("breakdown")
+    if rows.empty:
+        return None
     for column, wanted in (("batch", "all"), ("group", "fine"), ("rank", None)):
         if column in rows:
             wanted = rows[column].min() if wanted is None else wanted
             rows = rows[rows[column].astype(str) == str(wanted)]
-    names = rows.get("capture", "decode step")
-    return pd.DataFrame({"step": names, "category": rows["category"], "ms": rows["ms"]})
+    step = rows.get("capture", "decode step")
+    return summary.step_by_category(pd.DataFrame({"step": step, "category": rows["category"], "ms": rows["ms"]}))
+
+
+def _whatif(run, found):
+    rows = _rows(found, "whatif", "change", "low_ms", "high_ms")
+    return summary.whatif(rows) if len(rows) else None
+
+
+def _throughput(run, found):
+    levels = run.table("levels")
+    if not {"tok_s_per_user", "tok_s_per_gpu", "concurrency"} <= set(levels):
+        return None
+    levels = levels.dropna(subset=["tok_s_per_user", "tok_s_per_gpu", "concurrency"])
+    return summary.throughput(levels) if len(levels) else None
+
+
+def _roofline(run, found):
+    frame = run.table("gemm")
+    return gemm.roofline(frame, 1) if len(gemm.timed(frame, 1, "cold")) else None
+
+
+def _collectives(run, found):
+    frame = run.table("collectives")
+    return collectives.latency(frame) if len(collectives.timed(frame, "sizes", "expert parallel")) else None
+
+
+def _history(run, found):
+    rows = _rows(found, "history", "run", "value", "low", "high", "changed")
+    return summary.history(rows, **found["history_of"]) if len(rows) > 1 else None
+
+
+def _rows(found, key, *columns):
+    """A table of the findings; empty where it lacks one of the columns."""
+    rows = pd.DataFrame.from_records(found.get(key) or [])
+    return rows if set(columns) <= set(rows) else pd.DataFrame()

@@ -50,6 +50,7 @@ def _read(path):
     try:
         made = json.loads(path.read_text(encoding="utf-8"))
         made["created"], made["run"] = str(made["created"]), path.parent.name
+        made["headline"], made["states"] = (dict(made[key] or {}) for key in ("headline", "states"))
     except (OSError, ValueError, KeyError, TypeError):
         return None
     made["files"] = [p.name for pattern in ("index.html", "*.md") for p in sorted(path.parent.glob(pattern))]

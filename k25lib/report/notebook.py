@@ -106,14 +106,14 @@ def phase_of(path):
 
 
 def figures(path):
-    """The figures of an executed notebook as they are named in the page: [(anchor, title)]; K25Error as `read`."""
+    """The figures of an executed notebook as they are named in the page: a list of `place`; K25Error as `read`."""
     plots = [
         output.data[PLOTLY]
         for cell in read(path).cells
         for output in cell.get("outputs", [])
         if PLOTLY in output.get("data", {})
     ]
-    return [(f"{anchor(phase_of(path))}-figure-{n}", title(plot)) for n, plot in enumerate(plots, 1)]
+    return [place(anchor(phase_of(path)), n, plot) for n, plot in enumerate(plots, 1)]
 
 
 def json_of(figure):

@@ -11,6 +11,7 @@ from k25lib.run import Run
 # Of no interest as a difference between two runs: they are of the moment, or change with every start.
 _MOMENTARY = {
     *(f"server.{name}" for name in ("url", "python", "config", "traces", "log")),
+    *("flags.port", "flags.profiler_config"),
     *(f"gpus.{name}" for name in ("memory_used_bytes", "sm_mhz", "memory_mhz", "temperature_c", "uuid")),
 }
 _UNFINISHED = {"pending": "has not run yet", "running": "is running", "failed": "failed", "skipped": "was skipped"}
@@ -36,7 +37,13 @@ def overview(run):
         "git": plain(_git(manifest.get("git") or {})),
         "previous": before.path.name if before else "",
         "environment": differences(_facts(manifest), _facts(before.manifest) if before else {}),
-        "settings": rows(manifest.get("settings") or {}) | rows(manifest.get("method") or {}, "method"),
+        "settings": {
+            name: value
+            for name, value in (
+                rows(manifest.get("settings") or {}) | rows(manifest.get("method") or {}, "method")
+            ).items()
+            if value not in ("", "–")
+        },
         "phases": [
             {"name": name, **phase, "question": plain(phase.get("question") or "").strip("*_# ")}
             for name, phase in sorted((manifest.get("phases") or {}).items())
@@ -66,20 +73,21 @@ def rows(value, prefix=""):
     if isinstance(value, dict):
         found = {}
         for key, part in value.items():
-            found |= rows(part, f"{prefix}.{key}" if prefix else str(key))
+            secret = str(key).lower().endswith(("api_key", "password", "secret")) and part
+            found |= rows("(not shown)" if secret else part, f"{prefix}.{key}" if prefix else str(key))
         return found
     if isinstance(value, list) and value and all(isinstance(part, dict) for part in value):
         keys = dict.fromkeys(key for part in value for key in part)
         return {f"{prefix}.{key}": counted([part.get(key) for part in value], key == "name") for key in keys}
-    return {prefix: tables.cell(value)}
+    whole = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1e6
+    return {prefix: str(value) if whole else tables.cell(value)}  # a port or a length is no quantity: 43315, not 43,315
 
 
 def hardware(environment):
     """The GPUs in words (`2 × NVIDIA H200`), else the CPU."""
     gpus = environment.get("gpus") or []
     names = [gpu.get("name", "GPU") if isinstance(gpu, dict) else gpu for gpu in gpus]
-    cpu = environment.get("cpu") or ""
-    return counted(names) if names else (cpu.get("name") or cpu.get("model") or "") if isinstance(cpu, dict) else cpu
+    return counted(names) or environment.get("cpu") or ""
 
 
 def engine(environment, server):

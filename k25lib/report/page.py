@@ -5,6 +5,7 @@ import gzip
 import hashlib
 import json
 import sys
+from functools import cache
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader
@@ -43,7 +44,7 @@ def write_page(run, notebooks, target):
             sections=sections,
             plots=[notebook.place("summary", n, plot) for n, plot in enumerate(first["figures"], 1)],
             findings=tables.of_findings(facts["summary"]),
-            plotly=packed(get_plotlyjs()) if figures else "",
+            plotly=_plotly() if figures else "",
             figures=packed(json.dumps(figures, separators=(",", ":"), allow_nan=False)),
             code_style=Markup(HtmlFormatter(style="default").get_style_defs(".highlight")),
             nonce=hashlib.sha256(json.dumps([sections, facts], default=str).encode()).hexdigest()[:32],
@@ -73,6 +74,11 @@ def environment():
     }
     made.globals["source"] = lambda name: Markup((_TEMPLATES / name).read_text(encoding="utf-8"))
     return made
+
+
+@cache
+def _plotly():
+    return packed(get_plotlyjs())
 
 
 def packed(text):

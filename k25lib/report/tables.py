@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pandas as pd
 
+LONGEST = 110
 _UNITS = {
     "percent": "%", "ms": "ms", "us": "µs", "ns": "ns", "s": "s", "bytes": "bytes", "gb_s": "GB/s", "tb_s": "TB/s",
     "tok_s": "tok/s", "tflop_s": "TFLOP/s", "w": "W", "mhz": "MHz", "gb": "GB",
@@ -28,7 +29,7 @@ def heading(column):
         if unit and len(words) >= length:
             name = words[:-length] + tail
             return f"{' '.join(name)} ({unit})" if name else unit
-    return " ".join(words + tail)
+    return " ".join("%" if word == "percent" else word for word in words + tail)
 
 
 def cell(value):
@@ -77,7 +78,7 @@ def table(records, title="", columns=None, rows=None):
         low, high = (frame[name] for name in pair.split(".."))
         both = [None if pd.isna(a) or pd.isna(b) else f"{cell(a)} – {cell(b)}" for a, b in zip(low, high, strict=True)]
         frame = frame.assign(**{pair: both})
-    columns = [c for c in columns or frame.columns if c in frame.columns and not frame[c].isna().all()]
+    columns = [c for c in columns or frame.columns if c in frame.columns and _says_something(frame[c])]
     if frame.empty or not columns:
         return None
     shown = frame[columns].head(rows) if rows else frame[columns]
@@ -88,6 +89,10 @@ def table(records, title="", columns=None, rows=None):
         "rows": [[cell(v) for v in row] for row in shown.astype(object).itertuples(index=False, name=None)],
         "left_out": len(frame) - len(shown),
     }
+
+
+def _says_something(column):
+    return not (column.isna() | column.astype(object).map(lambda value: isinstance(value, str) and not value)).all()
 
 
 def duration(seconds):
@@ -109,16 +114,27 @@ def of_findings(found):
 
 
 def of_run(run):
-    """The tables of `run` that its document shows, in order: dicts of `table` with `name` and `phase` beside."""
+    """The tables of `run` that its document shows, in order: dicts of `table` with `name` and `phase` beside.
+
+    Names longer than LONGEST are cut: a kernel's can have a thousand characters.
+    """
     found = []
     for spec in _specs("table"):
         frame = _chosen(run.table(spec["name"]), spec)
         by = spec.get("sort", "").lstrip("-")
         if by in frame.columns:
             frame = frame.sort_values(by, ascending=not spec["sort"].startswith("-"), kind="stable")
-        made = table(frame, spec["title"], spec["columns"], spec.get("rows"))
+        whole = len(frame)
+        if spec.get("each") in frame.columns:
+            frame = frame.groupby(spec["each"], sort=True).head(spec["rows"]).sort_values(spec["each"], kind="stable")
+        made = table(frame, spec["title"], spec["columns"], None if "each" in spec else spec.get("rows"))
         if made:
-            found.append({**made, "name": spec["name"], "phase": spec["phase"]})
+            cut = [
+                [text if len(text) <= LONGEST else text[: LONGEST - 1] + "…" for text in row] for row in made["rows"]
+            ]
+            found.append(
+                {**made, "rows": cut, "left_out": whole - len(cut), "name": spec["name"], "phase": spec["phase"]}
+            )
     return found
 
 

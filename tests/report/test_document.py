@@ -65,10 +65,19 @@ def test_figures_are_links_into_the_page(make_run, tmp_path):
 def test_environment_has_its_differences_from_the_run_before(make_run, tmp_path):
     before = make_run(environment={"driver": "580", "gpus": [{"name": "H200", "memory_used_bytes": 1}] * 2})
     before.update(created="2026-01-01T00:00:00+00:00")
-    now = make_run(environment={"driver": "590", "gpus": [{"name": "H200", "memory_used_bytes": 2}] * 2})
+    now = make_run(
+        environment={
+            "driver": "590",
+            "flags": {"port": 8000, "api_key": ["hunter2"]},
+            "gpus": [{"name": "H200", "memory_used_bytes": 2}] * 2,
+        }
+    )
     text = document(now, tmp_path / "report")
     assert "| driver | 590 | 580 |" in text
     assert "| gpus.name | 2 × H200 | the same |" in text
+    assert "| flags.port | 8000 |" in text
+    assert "| flags.api_key | (not shown) |" in text
+    assert "hunter2" not in text
     assert "| gpus.memory_used_bytes | 2 | the same |" in text
     assert "| Hardware | 2 × H200 |" in text
 

@@ -41,8 +41,11 @@ def test_a_report_whose_run_is_gone_stays_listed_and_a_damaged_entry_does_not_st
     root, run = tmp_path / "reports", make_run()
     write_document(run, root / run.path.name / "bench.md")
     shutil.rmtree(run.path)
-    (root / "damaged").mkdir()
-    (root / "damaged" / "summary.json").write_text("[")
+    for n, text in enumerate(
+        ("[", "[1]", "{}", '{"created": 1, "headline": "x", "states": {}}', '{"created": 1}', "\xff")
+    ):
+        (root / f"damaged{n}").mkdir()
+        (root / f"damaged{n}" / "summary.json").write_text(text, encoding="latin-1")
     _, rows = listed(root, [])
     assert len(rows) == 1
 

@@ -61,6 +61,13 @@ def test_nothing_to_show_is_no_figure(bare_run, found):
     assert first_page.figures(bare_run, found) == []
 
 
+def test_a_table_that_cannot_be_drawn_is_told_and_the_others_are_drawn(bare_run, capsys):
+    bare_run.save("breakdown", [{"capture": "c1", "part": "gemm", "ms": 1.0}])
+    made = first_page.figures(bare_run, {"closure": CLOSURE})
+    assert [figure["layout"]["title"]["text"][:15] for figure in made] == ["Where TPOT goes"]
+    assert "no steps figure: KeyError: 'category'" in capsys.readouterr().err
+
+
 def test_history_without_intervals_has_no_bars():
     rows = pd.DataFrame(
         {"run": ["a", "b"], "value": [12.1, 11.9], "low": [None, 11.7], "high": [None, 12.2], "changed": ["", "x"]}

@@ -32,14 +32,14 @@ def waterfall(rows):
             hovertemplate="%{y}: %{text} ms<extra></extra>",
         )
     )
-    level, most, least = 0.0, 0.0, 0.0
+    ends = []  # where each bar ends; the number of a bar that goes back stands to the left of its end
     for ms, kind in zip(rows.ms, rows.kind, strict=True):
-        level = ms if kind == "total" else level + ms
-        most, least = max(most, level), min(least, level)
-    room = 0.14 * (most - least)
+        ends.append(ms if kind == "total" or not ends else ends[-1] + ms)
+    room = 0.14 * (max(0, *ends) - min(0, *ends))
+    least = min(0, *(end - room * (ms < 0) for end, ms in zip(ends, rows.ms, strict=True)))
     return figure.update_layout(
         **layout("Where TPOT goes: from the bandwidth bound to the measurement", 100 + 42 * len(rows), **_NO_LEGEND),
-        xaxis={"title": "ms per output token", "range": [least - (room if least < 0 else 0), most + room]},
+        xaxis={"title": "ms per output token", "range": [least, max(0, *ends) + room]},
         yaxis={"autorange": "reversed", "automargin": True},
     )
 
@@ -122,8 +122,8 @@ def throughput(levels):
     )
     return figure.update_layout(
         **layout("Throughput against the speed of one user (labels: concurrency)", 380, **_NO_LEGEND),
-        xaxis={"title": "output tok/s per user", "rangemode": "tozero"},
-        yaxis={"title": "output tok/s per GPU", "rangemode": "tozero"},
+        xaxis={"title": "output tok/s per user", "rangemode": "tozero", "ticklabelstandoff": 6},
+        yaxis={"title": "output tok/s per GPU", "rangemode": "tozero", "ticklabelstandoff": 6},
     )
 
 

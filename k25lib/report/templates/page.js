@@ -33,21 +33,20 @@
     const title = typeof layout.title === "string" ? {text: layout.title} : layout.title || {};
     const size = small ? 14 : 16, lines = wrap(title.text || "", width / (0.56 * size));
     layout.title = {...title, text: lines, font: {...title.font, size}, x: 0, xref: "container", xanchor: "left"};
+    layout.legend = {...layout.legend, maxheight: 4000};  // or plotly hides the last lines behind a scroll bar
     if (small) {
       layout.font = {...layout.font, size: 11};
       layout.margin = {...margin, l: Math.min(margin.l ?? 60, 60), r: Math.min(margin.r ?? 20, 20)};
     }
     return layout;
   };
-  // Where the legend reaches into the title, the figure grows by as much.
+  // A legend above the plot gets the room that its lines need at this width, below the title.
   const clear = (box) => {
-    const title = box.querySelector(".gtitle"), legend = box.querySelector(".legend .bg");
-    if (!title || !legend) return;
-    const over = title.getBoundingClientRect().bottom + 6 - legend.getBoundingClientRect().top;
-    const beside = title.getBoundingClientRect().right < legend.getBoundingClientRect().left;
-    if (over <= 0 || beside) return;
-    const {height, _size} = box._fullLayout;  // the margin as drawn: plotly widens it for the legend
-    Plotly.relayout(box, {height: height + over, "margin.t": _size.t + over});
+    const {legend, margin, height} = box._fullLayout, lines = box.querySelector(".legend .bg");
+    if (!lines || legend.orientation !== "h" || !(legend.y >= 1)) return;
+    const title = box.querySelector(".gtitle")?.getBoundingClientRect().bottom - box.getBoundingClientRect().top || 0;
+    const room = title + lines.getBoundingClientRect().height + 12;
+    if (room > margin.t) Plotly.relayout(box, {height: height + room - margin.t, "margin.t": room});
   };
   const draw = async (box, printing = false) => {
     const figure = figures[box.id], width = printing ? paper : box.clientWidth;
