@@ -31,13 +31,15 @@ def resolve(target):
         except OSError as error:
             failure = error
     reason = failure.strerror or str(failure) or "no answer"
-    raise K25Error(f"cannot connect to {target.base}: {reason}; is the server running?") from failure
+    raise K25Error(f"cannot connect to {target.shown}: {reason}; is the server running?") from failure
 
 
 def check_descriptors(concurrency):
     """Refuse a concurrency for which the system has too few file descriptors (the worker raises the soft limit)."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    if hard != resource.RLIM_INFINITY and concurrency + SPARE_DESCRIPTORS > hard:
+    if hard == resource.RLIM_INFINITY:
+        return sys.maxsize
+    if concurrency + SPARE_DESCRIPTORS > hard:
         raise UsageError(f"concurrency {concurrency} needs more than the {hard} file descriptors allowed (ulimit -n)")
     return hard
 
@@ -102,7 +104,7 @@ class Driver:
                 if kind == "result":
                     return value
                 if kind == "error":
-                    raise K25Error(f"cannot load {self.target.base}: {value}")
+                    raise K25Error(f"cannot load {self.target.shown}: {value}")
         finally:
             process.kill()
             process.wait()

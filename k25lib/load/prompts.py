@@ -2,7 +2,8 @@
 
 import json
 import random
-from urllib.parse import urlsplit
+from base64 import b64encode
+from urllib.parse import unquote, urlsplit
 
 from k25lib.client import normalise_url
 from k25lib.errors import UsageError
@@ -31,6 +32,7 @@ class Target:
         self.tls, self.host = parts.scheme == "https", parts.hostname
         self.port = parts.port or (443 if self.tls else 80)
         self.model, self.api, self.base = model, api, parts.geturl()
+        self.shown = self.base.replace(parts.netloc, parts.netloc.rpartition("@")[2], 1)  # for messages and results
         host = f"[{self.host}]" if ":" in self.host else self.host
         lines = [
             f"POST {parts.path}{PATHS[api]} HTTP/1.1",
@@ -40,6 +42,9 @@ class Target:
         lines += ["accept: text/event-stream", "accept-encoding: identity", "user-agent: k25"]
         if api_key:
             lines.append(f"authorization: Bearer {api_key}")
+        elif parts.username:
+            login = f"{unquote(parts.username)}:{unquote(parts.password or '')}".encode()
+            lines.append(f"authorization: Basic {b64encode(login).decode()}")
         self._head = "\r\n".join(lines).encode() + b"\r\n"
 
     def request(self, prompt, output_tokens, request_id):

@@ -12,6 +12,7 @@ from k25lib.errors import K25Error
 from k25lib.load.drive import Driver, start
 from k25lib.load.metrics import Request, in_flight_mean, rounded, steady_window
 from k25lib.load.prompts import Prompts, Target
+from k25lib.load.worker import HAS_EPOLL
 
 HIGHEST = 256
 OUTPUT_TOKENS, TTFT_MS, ITL_MS = 64, 50, 12
@@ -115,6 +116,9 @@ def selftest(highest=HIGHEST, say=lambda line: None):
 
     A few seconds; each step that fails halves the concurrency.
     """
+    if not HAS_EPOLL:
+        known = {"honest_concurrency": None, "lag_ms_p99": None, "cpu_us_per_token": None}
+        return known | {"stamps": "user", "why": "the truth server needs Linux"}
     concurrency, steps = max(highest, HIGHEST), []
     with truth_server() as url:
         while concurrency:

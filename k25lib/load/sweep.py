@@ -114,7 +114,7 @@ def _read(result, output_tokens, name, warmup):
 def _all_failed(rows, target):
     first = next((row for row in rows if not row["ok"]), None)
     cause = f"{first['kind']}: {first['error']}" if first else "none was sent"
-    return f"all {len(rows)} requests to {target.base} failed; the first: {cause}"
+    return f"all {len(rows)} requests to {target.shown} failed; the first: {cause}"
 
 
 class _Sweeper:
@@ -123,14 +123,17 @@ class _Sweeper:
         self.driver = Driver(target, settings["first_timeout_s"], settings["chunk_timeout_s"])
         self.counters = Counters(target.base, settings["api_key"])
         self.prompts = Prompts(settings["seed"], settings["input_tokens"], target.api)
-        self.last_said_s, self.request_s = 0.0, None
+        self.last_said_s, self.levels_left = 0.0, 0
         self.honest_concurrency = None
 
     def one(self, name):
         """One request by itself, its first attempt at a new length; the Request."""
         prompt = self.prompts.make(name)
         plan = [self.target.request(prompt, self.settings["output_tokens"], name)]
-        return _read(self.driver.hold(plan, 1), self.settings["output_tokens"], name, 0)[0]
+        found = _read(self.driver.hold(plan, 1), self.settings["output_tokens"], name, 0)
+        if self.driver.interrupted:
+            raise KeyboardInterrupt
+        return found[0]
 
     def probe(self):
         """Warm the server up, and find out how prompts are given and how long they are; what was done."""
@@ -141,16 +144,13 @@ class _Sweeper:
                 continue
             if not request.ok or self.prompts.calibrate(request.row["input_tokens"]):
                 break
-        if not request.ok and not self.driver.interrupted:
+        if not request.ok:
             raise K25Error(_all_failed([request.row], self.target))
-        return {
-            "shape": self.prompts.shape,
-            "asked_tokens": self.prompts.input_tokens,
-            "probe_tokens": request.row["input_tokens"],
-            "note": "random token ids, counted exactly"
-            if self.prompts.shape == "token ids"
-            else f"{self.prompts.words} random words, a number found by asking the server for usage.prompt_tokens",
-        }
+        note = "random token ids"
+        if self.prompts.shape == "text":
+            note = f"{self.prompts.words} random words, a number found by asking the server for usage.prompt_tokens"
+        found = {"shape": self.prompts.shape, "asked_tokens": self.prompts.input_tokens, "note": note}
+        return found | {"probe_tokens": request.row["input_tokens"]}
 
     def run(self, concurrency, rate, repeat):
         """One repeat of one level: (requests, worker's result, server's figures)."""
@@ -168,31 +168,28 @@ class _Sweeper:
             for index in range(number)
         ]
 
+        began_s = time.monotonic()
+
         def tick(done, in_flight):
             self.counters.tick()
-            self.progress(name, done, number, in_flight)
+            if time.monotonic() - self.last_said_s > 2 and done:
+                self.last_said_s = time.monotonic()
+                took_s = self.last_said_s - began_s
+                left_s = took_s / done * (number - done) + self.later_s(took_s * concurrency / done)
+                self.say(f"{name}: {done} of {number} requests done, {in_flight} in flight, about {left_s:.0f} s left")
 
         self.counters.before()
         limit = settings["max_seconds"] if rate is None else None
         result = self.driver.hold(plan, concurrency, warmup, due_ns, limit, tick)
         self.counters.after()
         requests = _read(result, settings["output_tokens"], name, warmup)
-        spans_s = [(request.end_ns - request.send_ns) / 1e9 for request in requests if request.ok]
-        self.request_s = sum(spans_s) / len(spans_s) if spans_s else self.request_s
         return requests, result, self.counters.figures()
 
-    def progress(self, name, done, number, in_flight):
-        """Say how far the level is, and about how long the sweep takes yet, once in two seconds."""
-        if time.monotonic() - self.last_said_s < 2:
-            return
-        self.last_said_s = time.monotonic()
-        left = f", about {self.left_s:.0f} s left after this level" if self.request_s and self.left_s else ""
-        self.say(f"{name}: {done} of {number} requests done, {in_flight} in flight{left}")
-
-    @property
-    def left_s(self):
-        rounds = self.settings["requests_per_slot"] + self.settings["warmup"]
-        return self.levels_left * rounds * self.request_s
+    def later_s(self, request_s):
+        """About how long the levels after this one take, if a request takes `request_s` there."""
+        if self.settings["max_seconds"]:
+            return self.levels_left * self.settings["max_seconds"]
+        return self.levels_left * (self.settings["requests_per_slot"] + self.settings["warmup"]) * request_s
 
 
 def poisson(rate, seconds, seed):
@@ -258,7 +255,7 @@ def sweep(
     target = Target(url, model, api, api_key)
     sweeper = _Sweeper(target, settings | {"api_key": api_key}, say)
     target.model = model or Client(target.base, api_key=api_key).model()
-    result = {"schema": "k25.load/1", "method": METHOD_VERSION, "url": target.base, "model": target.model}
+    result = {"schema": "k25.load/1", "method": METHOD_VERSION, "url": target.shown, "model": target.model}
     result |= {"settings": settings, "selftest": None, "prompts": None, "levels": [], "plateau": None}
     found = Sweep(result)
     try:
