@@ -17,11 +17,13 @@ def level(runs, concurrency, rate, slo, gpus, honest_concurrency):
     every = [request for requests, _, _ in runs for request in requests]
     measured = [request for request in every if request.phase == "measured"]
     figures = [run_figures(requests, result, concurrency, rate, slo) for requests, result, _ in runs if requests]
-    failures = Counter(request.row["kind"] for request in measured if not request.ok)
+    failures = Counter(request.row["kind"] for request in measured if not request.ok and not request.unfinished)
     found = {"mode": "closed" if rate is None else "open", "concurrency": concurrency if rate is None else None}
     found |= {"rate": rate, "requests": len(measured), "failed": sum(failures.values()), "errors": dict(failures)}
     found |= {"first_error": next((r.row["error"] for r in measured if not r.ok), None)}
     found |= {"warmup_requests": len(every) - len(measured), "repeats": len(runs)}
+    found |= {"warmup_failed": sum(not request.ok for request in every if request.phase == "warmup")}
+    found |= {"unfinished": sum(request.unfinished for request in measured)}
     found |= {"not_sent": sum(result["not_sent"] for _, result, _ in runs)}
     for name in ("steady_s", "ramp_s", "drain_s"):
         found[name] = _total(figures, name)

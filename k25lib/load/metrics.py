@@ -25,7 +25,7 @@ class Request:
         self.from_ns = exchange["send_ns"] if exchange["due_ns"] is None else exchange["due_ns"]
         self.end_ns = pieces[-1][0] if pieces else exchange["end_ns"]
         self.slot, self.phase, self.ok = exchange["slot"], phase, outcome.kind == "ok"
-        self.counts = self.ok or outcome.kind in ("unfinished", "interrupted")  # its tokens did arrive
+        self.unfinished = outcome.kind in ("unfinished", "interrupted")  # no failure; its tokens count as they came
         wanted_ns = exchange["due_ns"] or exchange["free_ns"]
         gaps_ms, count = np.diff(self.times_ns) / 1e6, self.tokens[1:]
         self.itl_ms, self.itl_weights = gaps_ms / count, count
@@ -56,7 +56,8 @@ class Request:
     def chunk_rows(self):
         """Rows of the table `chunks`: the time of each chunk with tokens, in ms after the send."""
         return [
-            {"request": self.row["request"], "chunk": index, "time_ms": (int(at) - self.send_ns) / 1e6, "tokens": count}
+            {"request": self.row["request"], "phase": self.phase, "chunk": index}
+            | {"time_ms": (int(at) - self.send_ns) / 1e6, "tokens": count}
             for index, (at, count) in enumerate(zip(self.times_ns, self.tokens, strict=True))
         ]
 
@@ -140,7 +141,7 @@ def tokens_within(requests, window):
     return sum(
         float(request.tokens[(request.times_ns > start) & (request.times_ns <= end)].sum())
         for request in requests
-        if request.counts
+        if request.ok or request.unfinished
     )
 
 

@@ -97,14 +97,14 @@ def send(
     return rows
 
 
-def _read(result, output_tokens, name, warmup):
+def _read(result, output_tokens, name, warmup, phase="measured"):
     records = sorted(result["records"], key=lambda exchange: exchange["index"])
     return [
         Request(
             exchange,
             output_tokens,
             f"{name}-{exchange['index']}",
-            "warmup" if exchange["index"] < warmup else "measured",
+            "warmup" if exchange["index"] < warmup else phase,
             result["start_ns"],
         )
         for exchange in records
@@ -124,28 +124,31 @@ class _Sweeper:
         self.counters = Counters(target.base, settings["api_key"])
         self.prompts = Prompts(settings["seed"], settings["input_tokens"], target.api)
         self.last_said_s, self.levels_left = 0.0, 0
+        self.probes = []
         self.honest_concurrency = None
 
     def one(self, name):
         """One request by itself, its first attempt at a new length; the Request."""
         prompt = self.prompts.make(name)
         plan = [self.target.request(prompt, self.settings["output_tokens"], name)]
-        found = _read(self.driver.hold(plan, 1), self.settings["output_tokens"], name, 0)
+        found = _read(self.driver.hold(plan, 1), self.settings["output_tokens"], name, 0, "probe")
         if self.driver.interrupted:
             raise KeyboardInterrupt
         return found[0]
 
     def probe(self):
         """Warm the server up, and find out how prompts are given and how long they are; what was done."""
-        for attempt in range(5):
-            request = self.one(f"probe-{attempt}")
-            if not request.ok and request.row["status"] in (400, 422) and self.prompts.shape == "token ids":
+        while len(self.probes) < 5:
+            request = self.one(f"probe-{len(self.probes)}")
+            self.probes.append(request)
+            if request.row["status"] in (400, 422) and self.prompts.shape == "token ids":
                 self.prompts.shape = "text"  # this server takes no token ids
-                continue
-            if not request.ok or self.prompts.calibrate(request.row["input_tokens"]):
+            elif request.row["kind"] == "timeout" or (
+                request.ok and self.prompts.calibrate(request.row["input_tokens"])
+            ):
                 break
         if not request.ok:
-            raise K25Error(_all_failed([request.row], self.target))
+            raise K25Error(_all_failed([request.row for request in self.probes], self.target))
         note = "random token ids"
         if self.prompts.shape == "text":
             note = f"{self.prompts.words} random words, a number found by asking the server for usage.prompt_tokens"
@@ -264,6 +267,7 @@ def sweep(
             sweeper.honest_concurrency = result["selftest"]["honest_concurrency"]
         say("probing the server with one request")
         result["prompts"] = sweeper.probe()
+        found.runs.append(({"concurrency": 1, "rate": None, "repeat": 0}, sweeper.probes))
         _measure(found, sweeper, [(each, None) for each in levels] if not rates else [(None, each) for each in rates])
     except KeyboardInterrupt:
         found.interrupted = True

@@ -100,7 +100,8 @@ def itl_distribution(chunks):
         kept = gap.notna()
         return (gap[kept] / part["tokens"][kept]).to_numpy(float), part["tokens"][kept].to_numpy(float)
 
-    samples = [] if chunks.empty else _by_level(chunks, intervals)
+    measured = chunks if chunks.empty else chunks[chunks["phase"] == "measured"]
+    samples = [] if measured.empty else _by_level(measured, intervals)
     return _distribution(samples, "ITL per token, ms", "ITL: share of tokens below x")
 
 
