@@ -320,7 +320,7 @@ def run_collectives(settings, python=None, world=2, timeout_s=900, on_row=None, 
     """
     settings = dict(settings)
     tasks, common = settings.pop("tasks"), settings.pop("env", {})
-    options = settings.pop("torchrun", None) or ["--standalone"]
+    options = settings.pop("torchrun", None) or ["--standalone", "--local-addr", "localhost"]
     arguments = ["-m", "torch.distributed.run", *options, "--nproc-per-node", str(world)]
     arguments += ["-m", "k25lib.micro.collectives"]
     settings.setdefault("row_timeout_s", 60)
