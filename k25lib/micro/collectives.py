@@ -45,10 +45,13 @@ def bandwidths(op, size_bytes, time_us, world):
 
 
 def values(elements, rank, call, world, device):
-    """The test data of one rank and call: small integers, so that a sum over all ranks is exact in BF16."""
+    """The test data of one rank and call: small integers, so that a sum over all ranks is exact in BF16.
+
+    The factors have no divisor in common with any modulus: values differ along the buffer, by rank and by call.
+    """
     most = max(1, min(6, 256 // world))
     index = torch.arange(elements, device=device, dtype=torch.int64)
-    return ((index * 7 + rank * 5 + call * 3) % (2 * most + 1) - most).to(torch.bfloat16)
+    return ((index * 17 + rank * 23 + call * 29) % (2 * most + 1) - most).to(torch.bfloat16)
 
 
 class Buffers:

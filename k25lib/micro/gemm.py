@@ -3,10 +3,10 @@
     python -m k25lib.micro.gemm < settings.json
 
 Settings: {"device": "cuda"|"cpu", "seconds": time per row, "seed", "threads" (CPU), "max_bytes": memory for weights,
-"tasks": [...]}.
-A task is one row: {"id", "name", "m", "n", "k", "batch" (matrices), "dtype": "bf16"|"int4", "group_size", "state":
-"cold"|"warm", and for experts "experts", "top_k", "role": "gate_up"|"down"}. Every kernel is compared with a float32
-reference before it is timed. Cold: the distinct bytes that one pass reads are at least twice the last-level cache.
+"tasks": [...]}. A task is one row: {"id", "name", "m", "n", "k", "batch" (matrices), "dtype": "bf16"|"fp16"|"int4",
+"group_size", "state": "cold"|"warm", and for experts "experts", "top_k", "role": "gate_up"|"down"}.
+Every kernel is compared with a float32 reference before it is timed. Cold: the distinct bytes that one pass reads are
+at least twice the last-level cache.
 """
 
 import math
@@ -18,6 +18,7 @@ import torch
 
 from k25lib.micro import timing
 from k25lib.micro.kernels import (
+    DTYPES,
     Kernel,
     NotRun,
     bind,
@@ -67,7 +68,7 @@ def dense_workload(task, device, cache_bytes, limit_bytes):
     distinct = min(copies, 4)  # the others are clones: other addresses, the same values
     kernel = pick(task, device, distinct)
     shape = (m, k) if batch == 1 else (batch, m, k)
-    x = torch.randn(shape, device=device, dtype=torch.bfloat16)
+    x = torch.randn(shape, device=device, dtype=DTYPES.get(task["dtype"], torch.bfloat16))
     weights = [kernel.weights[i] if i < distinct else clone(kernel.weights[i % distinct]) for i in range(copies)]
     launches = max(copies, 16 if device == "cuda" else 1)
 
@@ -138,14 +139,14 @@ def grouped_workload(task, device, cache_bytes, limit_bytes):
         touched = [ids.unique() for ids in routings]
         distinct = len(torch.cat(touched).unique()) * size
     rows = m if task["role"] == "gate_up" else m * top_k
-    x = torch.randn(rows, task["k"], device=device, dtype=torch.bfloat16)
+    x = torch.randn(rows, task["k"], device=device, dtype=DTYPES.get(task["dtype"], torch.bfloat16))
     shares = torch.softmax(torch.randn(m, top_k, device=device), -1)
     if task["role"] == "gate_up":
         shares = torch.ones_like(shares)
     try:
         kernel, launches = grouped_kernel(task, device, layers, x, shares, routings)
     except NotRun as reason:
-        kernel, launches = one_by_one(task, device, layers, x, shares, routings)
+        kernel, launches = one_by_one(task, device, x, shares, routings)
         kernel.note = "; ".join(filter(None, {str(reason), kernel.note}))
 
     def check():
@@ -216,31 +217,32 @@ def marlin_grouped(task, device, layers, x, shares, routings):
     return kernel, [launch(ids) for ids in routings]
 
 
-def one_by_one(task, device, layers, x, shares, routings):
-    """The grouped GEMM as one call of a dense kernel for each touched expert."""
-    kernel = pick(task, device, layers * task["experts"])
-    top_k = shares.shape[1]
+def one_by_one(task, device, x, shares, routings):
+    """The grouped GEMM as one call of a dense kernel for each touched expert; only those have weights."""
+    place = {expert: i for i, expert in enumerate(torch.cat(routings).unique().tolist())}
+    kernel = pick(task, device, len(place))
+    top_k, down = shares.shape[1], task["role"] == "down"
+    scale = shares.flatten()[:, None].to(x.dtype)
 
     def launch(ids):
         flat = ids.flatten()
         jobs = []
         for expert in flat.unique().tolist():
-            slots = (flat == expert).nonzero().flatten()
-            source = slots // top_k if task["role"] == "gate_up" else slots
-            jobs.append((slots.to(device), source.to(device), kernel.weights[expert]))
-        out = torch.zeros(len(flat), task["n"], device=device, dtype=torch.bfloat16)
-        scale = shares.flatten()[:, None].bfloat16()
+            slots = (flat == expert).nonzero().flatten().to(device)
+            jobs.append((slots, slots if down else slots // top_k, kernel.weights[place[expert]]))
+        out = torch.zeros(len(flat), task["n"], device=device, dtype=x.dtype)
 
         def run():
             for slots, source, weights in jobs:
                 rows = kernel.call(x[source], weights)
-                out[slots] = rows * scale[slots] if task["role"] == "down" else rows
+                out[slots] = rows * scale[slots] if down else rows
             return out
 
         return run
 
-    kernel.name += ", one call an expert"
-    return kernel, [launch(ids) for ids in routings]
+    named = Kernel(f"{kernel.name}, one call an expert", kernel.backend, None, None, None, kernel.note)
+    named.dense = lambda expert: kernel.dense(place[expert])
+    return named, [launch(ids) for ids in routings]
 
 
 def measure(task, settings, device, cache_bytes, limit_bytes):

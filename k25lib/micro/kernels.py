@@ -11,6 +11,7 @@ import torch
 
 from k25lib.micro import timing
 
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SPREAD = 4.6  # standard deviation of uniform 4-bit integers: scales are divided by it, so that outputs are of order 1
 
 
@@ -20,7 +21,7 @@ class NotRun(Exception):
 
 @dataclass
 class Kernel:
-    """One kernel: `pack(copies)` -> weights per copy, `call(x, weights)`, `dense()` -> the same weights in float32."""
+    """One kernel: `call(x, weights[i])`, and `dense(i)`, the same weights [k, n] in float32."""
 
     name: str
     backend: str
@@ -95,33 +96,34 @@ def dequantize(packed, scales):
 # Kernels. Each takes the task and the device and returns a Kernel of `matrices` independent weights.
 
 
-def bf16(task, device, matrices):
-    weights = torch.randn(matrices, task["n"], task["k"], device=device, dtype=torch.bfloat16) / math.sqrt(task["k"])
+def plain(task, device, matrices):
+    weights = torch.randn(matrices, task["n"], task["k"], device=device, dtype=DTYPES[task["dtype"]])
+    weights /= math.sqrt(task["k"])
     return Kernel(
         "linear", torch_backend(device), list(weights), torch.nn.functional.linear, lambda i: weights[i].float().t()
     )
 
 
-def bf16_batched(task, device, matrices):
+def plain_batched(task, device, matrices):
     shape = (matrices, task["batch"], task["k"], task["n"])
-    weights = torch.randn(shape, device=device, dtype=torch.bfloat16) / math.sqrt(task["k"])
+    weights = torch.randn(shape, device=device, dtype=DTYPES[task["dtype"]]) / math.sqrt(task["k"])
     return Kernel("bmm", torch_backend(device), list(weights), torch.bmm, lambda i: weights[i].float())
 
 
-def bf16_server(task, device, matrices):
+def plain_server(task, device, matrices):
     """The small-batch kernels that vLLM uses for two of DeepSeek-V3's projections; NotRun where it would not."""
     names = {"fused_qkv_a_proj": ("_C", "dsv3_fused_a_gemm"), "router gate": ("_moe_C", "dsv3_router_gemm")}
     namespace, name = names.get(task["name"], (None, None))
     major = torch.cuda.get_device_capability()[0] if device == "cuda" else 0
     most = 8 if name == "dsv3_router_gemm" and major == 10 else 16
-    if name is None or task["m"] > most or major not in (9, 10):
+    if name is None or task["dtype"] != "bf16" or task["m"] > most or major not in (9, 10):
         raise NotRun("no special kernel for this shape")
     vllm_ops()
     operator = getattr(getattr(torch.ops, namespace), name, None)
     supported = {"dsv3_fused_a_gemm": [(2112, 7168)], "dsv3_router_gemm": [(256, 7168), (384, 7168)]}[name]
     if operator is None or (task["n"], task["k"]) not in supported:
         raise NotRun("no special kernel for this shape")
-    kernel = bf16(task, device, matrices)
+    kernel = plain(task, device, matrices)
     router = name == "dsv3_router_gemm"
 
     def call(x, w):
@@ -149,7 +151,7 @@ def marlin_weights(task, device, matrices):
     from vllm.model_executor.layers.quantization.utils import marlin_utils
     from vllm.scalar_type import scalar_types
 
-    n, k, group = task["n"], task["k"], task["group_size"]
+    n, k, group = task["n"], task["k"], task["group_size"] or task["k"]
     if not ((n % 64 == 0 and k % 128 == 0) or (n % 128 == 0 and k % 64 == 0)):
         raise NotRun(f"Marlin needs N%64 and K%128, or N%128 and K%64: not N={n}, K={k}")
     repack = vllm_ops()[0].gptq_marlin_repack
@@ -177,7 +179,7 @@ def marlin_values(quant_id, workspace):
 
 def torch_int4(task, device, matrices):
     """torch's own INT4: tinygemm on a GPU, its CPU kernel without one."""
-    n, k, group = task["n"], task["k"], task["group_size"]
+    n, k, group = task["n"], task["k"], task["group_size"] or task["k"]
     if n % 16 or (device == "cuda" and k % 128):
         raise NotRun(f"torch's INT4 kernel does not take N={n}, K={k}")
     packed, scales = random_int4(n, k, group, device, matrices)
@@ -207,12 +209,10 @@ def torch_backend(device):
 
 def pick(task, device, matrices):
     """The kernel that the server would launch, or torch's own with a note that says why."""
-    if task["dtype"] == "bf16":
-        candidates = [bf16_batched] if task["batch"] > 1 and not task.get("experts") else [bf16_server, bf16]
-    elif task["dtype"] == "int4":
-        candidates = [marlin, torch_int4] if device == "cuda" else [torch_int4]
+    if task["dtype"] in DTYPES:
+        candidates = [plain_batched] if task["batch"] > 1 and not task.get("experts") else [plain_server, plain]
     else:
-        raise NotRun(f"no kernel for {task['dtype']} weights here")
+        candidates = [marlin, torch_int4] if device == "cuda" else [torch_int4]
     reasons = []
     for build in candidates:
         try:
@@ -226,6 +226,13 @@ def pick(task, device, matrices):
 
 
 def weight_bytes(task):
-    """Bytes of one weight matrix: 2 a parameter in BF16; half a byte and a BF16 scale a group in INT4."""
+    """Bytes of one weight matrix: 2 a parameter in BF16; half a byte and a BF16 scale a group in INT4.
+
+    Raises NotRun for a format that no kernel here takes.
+    """
     parameters = task["n"] * task["k"]
-    return parameters * 2 if task["dtype"] == "bf16" else parameters / 2 + parameters / task["group_size"] * 2
+    if task["dtype"] == "int4":
+        return parameters / 2 + parameters / (task["group_size"] or task["k"]) * 2
+    if task["dtype"] in DTYPES:
+        return parameters * 2
+    raise NotRun(f"no kernel for {task['dtype']} weights here")

@@ -297,9 +297,12 @@ def _against_peak(row, facts):
     gb_s = known.dram_gb_s if known else max(facts.get("copy_gb_s", 0), facts.get("read_gb_s", 0))
     tflop_s = known.bf16_tflop_s if known else facts.get("gemm_tflop_s", 0)
     columns = {
-        "peak_gb_s": gb_s, "peak_tflop_s": tflop_s, "peak_source": "published" if known else "measured here",
-        "achievable_gb_s": facts.get("copy_gb_s"), "method": facts.get("method"),
-    }  # fmt: skip
+        "peak_gb_s": gb_s or None,
+        "peak_tflop_s": tflop_s or None,
+        "peak_source": "published" if known else "measured here",
+        "achievable_gb_s": facts.get("copy_gb_s"),
+        "method": facts.get("method"),
+    }
     if row["status"] != "ok" or not (gb_s and tflop_s):
         return columns
     memory, compute = row["gb_s"] / gb_s * 100, row["tflop_s"] / tflop_s * 100
@@ -317,7 +320,7 @@ def run_collectives(settings, python=None, world=2, timeout_s=900, on_row=None, 
     """
     settings = dict(settings)
     tasks, common = settings.pop("tasks"), settings.pop("env", {})
-    options = settings.pop("torchrun", None) or ["--standalone"]
+    options = settings.pop("torchrun", None) or ["--standalone", "--local-addr", "localhost"]
     arguments = ["-m", "torch.distributed.run", *options, "--nproc-per-node", str(world)]
     arguments += ["-m", "k25lib.micro.collectives"]
     settings.setdefault("row_timeout_s", 60)

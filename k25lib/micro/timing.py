@@ -142,7 +142,7 @@ def gpu_state():
     """Clocks (MHz), power (W), temperature and throttle reasons of the current GPU as text; empty without one."""
     if not torch.cuda.is_available():
         return ""
-    uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+    uuid = "GPU-" + str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid).removeprefix("GPU-")
     try:
         return _nvml_state(uuid)
     except Exception:  # no NVML module here, or another version of it: its command says the same, slower

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_launch import PLANTED, no_traces  # noqa: F401 (an autouse fixture: nothing stays behind)
 
@@ -24,8 +24,8 @@ def task(size, op="allreduce", **more):
 
 def measure(tasks, fault="", world=2, row_timeout_s=20, **more):
     env = {"PYTHONPATH": PLANTED, "K25_PLANT": fault} if fault else {}
-    settings = {"device": "cpu", "seconds": 0.01, "tasks": tasks, "row_timeout_s": row_timeout_s, "env": env}
-    return launch.run_collectives(settings | more, world=world)
+    asked = {"device": "cpu", "seconds": 0.01, "tasks": tasks, "row_timeout_s": row_timeout_s, "env": env}
+    return launch.run_collectives(asked | more, world=world)
 
 
 # Conventions. The factors are those that nccl-tests publishes (doc/PERFORMANCE.md of that project).
@@ -53,10 +53,13 @@ def test_the_known_row():
 
 
 @given(st.integers(1, 256), st.integers(0, 200))
+@settings(max_examples=30, deadline=None)
 def test_test_data_adds_up_exactly_in_bf16(world, call):
     total = sum(collectives.values(26, rank, call, world, "cpu").float() for rank in range(world))
     assert (total == total.bfloat16().float()).all()
-    assert not (collectives.values(26, 0, call, world, "cpu") == 0).all()
+    assert len(collectives.values(26, 0, call, world, "cpu").unique()) > 2
+    if world > 1:
+        assert (collectives.values(26, 0, call, 2, "cpu") != collectives.values(26, 1, call, 2, "cpu")).any()
 
 
 def test_fit_finds_the_law_it_was_given():
@@ -67,6 +70,7 @@ def test_fit_finds_the_law_it_was_given():
     assert law["worst"] < 1e-6
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(2, 10**8), st.floats(0.1, 1e6)), min_size=3, max_size=20))
 def test_fit_is_never_negative(points):
     law = fit(*zip(*points, strict=True))
@@ -92,6 +96,7 @@ def test_the_plan_has_the_models_burst_and_sizes():
 # Real ranks.
 
 
+@pytest.mark.slow
 def test_every_operation_is_right_over_gloo():
     tasks = [task(14336, op) for op in collectives.FACTORS] + [task(14336, gemm=[1, 64, 64])]
     tasks += [task(14336, mode="graph"), task(14336, backend="custom"), task(14338, "alltoall"), task(7, "allreduce")]
@@ -137,7 +142,7 @@ def test_why_ranks_cannot_start(monkeypatch, available, count, nccl, reason):
 @pytest.mark.parametrize(
     ("fault", "reasons"),
     [
-        ("die", ["SIGKILL", "rank 1: allreduce 64 B"]),
+        ("die", ["exitcode: -9", "SIGKILL", "rank 1: allreduce 64 B"]),
         ("hang", ["time-out (20 s)", "rank 0: allreduce 64 B", "rank 1: allreduce 64 B"]),
         ("raise", ["planted: unsupported operation", "rank 1: allreduce 64 B x 3 eager gloo failed"]),
         ("other", ["rank"]),
@@ -172,9 +177,9 @@ def test_a_busy_port_is_a_reason():
 def test_variants_run_in_processes_of_their_own():
     seen = {}
     environments = [{"NCCL_ALGO": "Ring"}, {"NCCL_ALGO": "Tree"}]
-    settings = {"device": "cpu", "seconds": 0.01, "tasks": [task(64, environment=e) for e in environments]}
+    asked = {"device": "cpu", "seconds": 0.01, "tasks": [task(64, environment=e) for e in environments]}
     rows = launch.run_collectives(
-        settings, sys.executable, on_facts=lambda f: seen.update({f["environment"]["NCCL_ALGO"]: f["world"]})
+        asked, sys.executable, on_facts=lambda f: seen.update({f["environment"]["NCCL_ALGO"]: f["world"]})
     )
     assert [row["environment"] for row in rows] == ['{"NCCL_ALGO": "Ring"}', '{"NCCL_ALGO": "Tree"}']
     assert seen == {"Ring": 2, "Tree": 2}

@@ -113,7 +113,7 @@ def test_the_grouped_call_is_right_against_float32(server, monkeypatch, role, st
         assert work.distinct_bytes >= 2 * cache_bytes
 
 
-@pytest.mark.parametrize("dtype", ["int4", "bf16"])
+@pytest.mark.parametrize("dtype", ["int4", "bf16", "fp16"])
 @pytest.mark.parametrize("role", ["gate_up", "down"])
 def test_one_call_an_expert_is_right_too(dtype, role):
     torch.manual_seed(0)

@@ -48,6 +48,7 @@ def no_traces(monkeypatch, tmp_path):
     assert list(tmp_path.glob("k25-*")) == []
 
 
+@pytest.mark.slow
 def test_rows_come_back_as_they_are_made_with_peaks_and_provenance():
     seen, facts = [], {}
     rows = measure(on_row=seen.append, on_facts=facts.update)

@@ -156,7 +156,7 @@ def variants(frame):
     figure = go.Figure()
     figure.update_layout(**layout("NCCL variants, AllReduce", 420), barmode="group")
     figure.update_layout(margin={"l": 130})
-    figure.update_xaxes(title="us a call", type="log")
+    figure.update_xaxes(title="us a call", rangemode="tozero")
     if good.empty:
         return _empty(figure, "no variant has a time (they need NCCL)")
     good = good.assign(variant=good["environment"].map(_variant))
@@ -169,7 +169,8 @@ def variants(frame):
             name=_size(size),
             error_x={"type": "data", "array": rows["time_us_iqr"]},
             texttemplate="%{x:.1f}",
-            textposition="auto",
+            textposition="inside",
+            insidetextanchor="start",
         )
     figure.update_yaxes(categoryorder="array", categoryarray=list(order))
     return figure
@@ -204,9 +205,10 @@ def exchange(frame):
     copy a chosen expert, of AllGather + ReduceScatter (vLLM's default), and dispatch + combine over AllReduce.
     """
     good = timed(frame, "sizes", "expert parallel")
-    good = good[good["batch"].notna()] if "batch" in good else good.iloc[:0]
     rows = []
-    for batch, part in good.groupby("batch"):
+    if good.empty or "batch" not in good:
+        return pd.DataFrame(rows)
+    for batch, part in good[good["batch"].notna()].groupby("batch"):
         times = part.sort_values("bytes").drop_duplicates("op").set_index("op")["time_us_median"]
         gathered = times.get("allgather", float("nan")) + times.get("reducescatter", float("nan"))
         row = {"batch": int(batch)} | {

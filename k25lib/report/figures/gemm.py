@@ -47,6 +47,7 @@ def roofline(frame, batch):
     figure = go.Figure()
     title = f"Roofline of the decode step's GEMMs, M={batch} (area: share of their time)"
     figure.update_layout(**layout(title, 480))
+    figure.update_layout(legend_itemsizing="constant")
     figure.update_xaxes(title="intensity, FLOP per byte", type="log")
     figure.update_yaxes(title="rate, TFLOP/s", type="log")
     if good.empty:
@@ -176,15 +177,20 @@ def against_trace(frame, traced):
     if good.empty and traced.empty:
         return _empty(figure)
     mine = good.groupby(["m", "category"])["ms_per_step"].sum().reset_index() if not good.empty else pd.DataFrame()
+    parts = [("alone", mine, "m", "ms_per_step"), ("trace", traced, "batch", "ms")]
     for category in ("moe_gemm", "gemm"):
-        x, y = [], []
-        for label, rows, key, value in (("alone", mine, "m", "ms_per_step"), ("in the trace", traced, "batch", "ms")):
-            for _, row in rows[rows["category"] == category].iterrows() if not rows.empty else ():
-                x.append(f"M={row[key]} {label}")
-                y.append(row[value])
-        figure.add_bar(x=x, y=y, name={"moe_gemm": "routed experts", "gemm": "other GEMMs"}[category],
-                       marker_color=colour(category), texttemplate="%{y:.2f}")  # fmt: skip
-    figure.update_xaxes(categoryorder="category ascending")
+        bars = []
+        for label, rows, key, value in parts:
+            chosen = rows[rows["category"] == category] if len(rows) else rows
+            bars += [(int(row[key]), label, row[value]) for row in chosen.to_dict("records")]
+        bars.sort()
+        figure.add_bar(
+            x=[[f"M={bar[0]}" for bar in bars], [bar[1] for bar in bars]],
+            y=[bar[2] for bar in bars],
+            name={"moe_gemm": "routed experts", "gemm": "other GEMMs"}[category],
+            marker_color=colour(category),
+            texttemplate="%{y:.2f}",
+        )
     return figure
 
 
