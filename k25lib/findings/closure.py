@@ -112,6 +112,25 @@ def room_for_weights(communication_ms, bound_ms, tpot_ms, how=""):
     )
 
 
+def alone_exceeds(tpot_ms, micro):
+    """The row for parts that take longer by themselves than the whole step; `micro` ends with the remainder."""
+    parts = " + ".join(f"{row['micro_ms']:.2f} ({row['part']})" for row in micro[:-1])
+    return _row(
+        "parts timed alone exceed the step",
+        f"{parts}, in a step of {tpot_ms:.2f} ms",
+        "the server runs other kernels, or warmer ones, than those that were timed",
+    )
+
+
+def unpredicted(operation, counted, expected):
+    """The row for an operation that a trace shows more or less often a step than the model's shape says."""
+    return _row(
+        "calls that the model does not predict",
+        f"{operation}: {counted:g} a step, expected {expected:g}",
+        "prefill among the decode steps, another parallelism, or a kernel in a wrong category",
+    )
+
+
 def prefill_counted(counted, expected, decode_steps, prefill_steps):
     """The row that says that all passes of a capture were divided by its decode steps; None if they were not.
 

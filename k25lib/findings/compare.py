@@ -76,9 +76,9 @@ def smallest_visible(spread, before=1, after=1, confidence=CONFIDENCE):
     return max(float(np.expm1(k * spread.sd * (1 / before + 1 / after) ** 0.5)), LEAST)
 
 
-def restarts_for(spread, wanted):
+def restarts_for(spread, wanted, confidence=CONFIDENCE):
     """Restarts a side that a relative change of `wanted` needs to be seen four times in five; None above 100."""
-    return next((n for n in range(1, 101) if smallest_visible(spread, n, n) <= wanted), None)
+    return next((n for n in range(1, 101) if smallest_visible(spread, n, n, confidence) <= wanted), None)
 
 
 def usable_levels(run):
@@ -198,6 +198,7 @@ def compare_runs(before, after, history=()):
         row = {"metric": metric, "unit": unit(metric), "before": float(np.mean(one)), "after": float(np.mean(two))}
         row |= change(one, two, spread, lower, confidence)
         row |= {"headline": headline, "lower_is_better": lower, "df": spread.df if spread else 0}
+        row["restarts_for_5_percent"] = restarts_for(spread, 0.05, confidence) if spread else None
         rows.append(row | {"text": sentence(row)})
     return {
         "comparable": not reasons and bool(rows),
@@ -224,6 +225,8 @@ def sentence(row):
         return f"{said}), unclear: the spread between restarts is unknown until a configuration was run twice"
     said += f", {row['low_percent']:+.1f} to {row['high_percent']:+.1f} %): "
     seen = f"would have seen {row['smallest_visible_percent']:.1f} %"
+    if row["smallest_visible_percent"] > 5:
+        seen += f"; to see 5 %: {row['restarts_for_5_percent'] or 'over 100'} restarts a side"
     if row["verdict"] in ("better", "worse"):
         return said + row["verdict"]
     return said + (f"no change seen ({seen})" if row["low_percent"] <= 0 <= row["high_percent"] else f"small ({seen})")

@@ -85,10 +85,11 @@ def test_swapping_the_sides_turns_the_verdict_around(before, after, sd, df):
 
 def test_no_change_says_what_would_have_been_seen():
     row = {"metric": "TPOT at C=1", "unit": "ms", "before": 10.0, "after": 10.2, "lower_is_better": True}
-    row |= compare.change([10.0] * 3, [10.2] * 3, compare.Spread(0.03, 20))
+    row |= compare.change([10.0] * 3, [10.2] * 3, compare.Spread(0.03, 20)) | {"restarts_for_5_percent": 7}
     assert compare.sentence(row).startswith(
         "TPOT at C=1: 10 to 10.2 ms (+2.0 %, -3.1 to +7.3 %): no change seen (would have"
     )
+    assert compare.sentence(row).endswith("; to see 5 %: 7 restarts a side)")
 
 
 def test_restarts_for_a_wanted_change():
