@@ -51,53 +51,48 @@ def contradictions(tpot_ms, step, categories, weight_bound_ms=None, kv_bound_ms=
     """Sums of one run that cannot be, as rows {"finding", "detail", "follows"}; empty if there is none."""
     gemm = sum(categories.get(name, 0.0) for name in GEMMS)
     communication = sum(categories.get(name, 0.0) for name in COMMUNICATION)
-    total, kernel_sum = sum(categories.values()), step["kernel_sum_ms"]
+    total, kernel_sum, interval = sum(categories.values()), step["kernel_sum_ms"], step.get("interval_ms") or 0.0
     found = []
-    if abs(total - kernel_sum) > 1e-3 * max(kernel_sum, 1e-9) + 0.01:
-        found.append(
-            _row(
-                "parts that do not sum",
-                f"the categories add up to {total:.3f} ms, the kernels to {kernel_sum:.3f} ms",
-                "the breakdown has lost or doubled something: read no share of it",
-            )
-        )
-    if step["busy_ms"] > step["span_ms"] * 1.001:
-        found.append(
-            _row(
-                "busy longer than the step",
-                f"busy {step['busy_ms']:.3f} ms in a span of {step['span_ms']:.3f} ms",
-                "steps are cut wrongly",
-            )
-        )
-    if step.get("interval_ms") and step["interval_ms"] > 1.1 * tpot_ms:
-        found.append(
-            _row(
-                "the profiler slows the step",
-                f"a profiled step takes {step['interval_ms']:.2f} ms, an unprofiled one {tpot_ms:.2f} ms",
-                "shares hold at best; times in the trace are too long",
-            )
-        )
+
+    def flag(wrong, finding, detail, follows):
+        if wrong:
+            found.append(_row(finding, detail, follows))
+
+    flag(
+        abs(total - kernel_sum) > 1e-3 * kernel_sum + 0.01,
+        "parts that do not sum",
+        f"the categories add up to {total:.3f} ms, the kernels to {kernel_sum:.3f} ms",
+        "the breakdown has lost or doubled something: read no share of it",
+    )
+    flag(
+        step["busy_ms"] > step["span_ms"] * 1.001,
+        "busy longer than the step",
+        f"busy {step['busy_ms']:.3f} ms in a span of {step['span_ms']:.3f} ms",
+        "steps are cut wrongly",
+    )
+    flag(
+        interval > 1.1 * tpot_ms,
+        "the profiler slows the step",
+        f"a profiled step takes {interval:.2f} ms, an unprofiled one {tpot_ms:.2f} ms",
+        "shares hold at best; times in the trace are too long",
+    )
     if weight_bound_ms is None:
         return found
     bound = weight_bound_ms + kv_bound_ms
-    if bound > tpot_ms:
-        found.append(
-            _row(
-                "faster than its memory",
-                f"reading weights and KV cache takes {bound:.2f} ms at peak, the step {tpot_ms:.2f} ms",
-                "TP, batch, dtype or bandwidth are not what is assumed",
-            )
-        )
-    elif communication and communication + bound > tpot_ms:
+    flag(
+        bound > tpot_ms,
+        "faster than its memory",
+        f"reading weights and KV cache takes {bound:.2f} ms at peak, the step {tpot_ms:.2f} ms",
+        "TP, batch, dtype or bandwidth are not what is assumed",
+    )
+    flag(
+        gemm < weight_bound_ms * 0.98,
+        "GEMMs below their bound",
+        f"GEMM kernels take {gemm:.2f} ms, reading their weights at peak {weight_bound_ms:.2f} ms",
+        "some GEMM is filed elsewhere, or the shapes are not those of the server",
+    )
+    if bound <= tpot_ms < communication + bound:
         found.append(room_for_weights(communication, bound, tpot_ms))
-    if gemm and gemm < weight_bound_ms * 0.98:
-        found.append(
-            _row(
-                "GEMMs below their bound",
-                f"GEMM kernels take {gemm:.2f} ms, reading their weights at peak {weight_bound_ms:.2f} ms",
-                "some GEMM is filed elsewhere, or the shapes are not those of the server",
-            )
-        )
     return found
 
 

@@ -222,7 +222,7 @@ def sentence(row):
     """One comparison in words, with its interval and, for no change, what would have been seen."""
     said = f"{row['metric']}: {row['before']:.4g} to {row['after']:.4g} {row['unit']} ({row['change_percent']:+.1f} %"
     if row["low_percent"] is None:
-        return f"{said}), unclear: the spread between restarts is unknown until a configuration was run twice"
+        return f"{said}): unclear, the spread between restarts is unknown"
     said += f", {row['low_percent']:+.1f} to {row['high_percent']:+.1f} %): "
     seen = f"would have seen {row['smallest_visible_percent']:.1f} %"
     if row["smallest_visible_percent"] > 5:
