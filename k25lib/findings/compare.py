@@ -16,6 +16,10 @@ CONFIDENCE = 0.95
 POWER = 0.8
 LEAST = 0.01  # a change under 1 % is the same, however surely it is there
 
+# Facts that change at every start, or from moment to moment
+PASSING = {"url", "port", "log", "traces", "torch_profiler_dir", "python", "config", "ready_ms"}
+PASSING |= {"temperature_c", "sm_mhz", "memory_mhz", "memory_used_bytes"}
+
 
 @dataclass(frozen=True)
 class Spread:
@@ -155,8 +159,7 @@ def obstacles(one, other):
 def environment_differences(before, after):
     """Facts of the environment and server that differ, as rows {"what", "before", "after"}."""
     one, two = (_flat({k: m.get(k) or {} for k in ("environment", "server", "git")}) for m in (before, after))
-    passing = ("url", "log", "traces", "python", "config", "temperature_c", "sm_mhz", "memory_mhz", "memory_used_bytes")
-    keys = [key for key in {**one, **two} if key.rsplit(".", 1)[-1] not in passing]
+    keys = [key for key in {**one, **two} if key.rsplit(".", 1)[-1] not in PASSING]
     return [
         {"what": key, "before": one.get(key), "after": two.get(key)} for key in keys if one.get(key) != two.get(key)
     ]
