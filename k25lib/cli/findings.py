@@ -72,6 +72,10 @@ def _text(result):
     elif result["verdict"]:
         lines.append(f"verdict: {result['verdict']} (by the lines marked *)")
     lines += [f"{'*' if row['headline'] else ' '} {row['text']}" for row in result["changes"]]
+    if result["changes"] and not any(row["df"] for row in result["changes"]):
+        lines.append(
+            "The spread is known once a configuration has run twice: name several restarts a side (A1,A2 B1,B2)."
+        )
     if result["worse_beyond"]:
         lines.append(f"worse beyond --fail-over: {', '.join(result['worse_beyond'])}")
     if result["environment"]:

@@ -51,53 +51,48 @@ def contradictions(tpot_ms, step, categories, weight_bound_ms=None, kv_bound_ms=
     """Sums of one run that cannot be, as rows {"finding", "detail", "follows"}; empty if there is none."""
     gemm = sum(categories.get(name, 0.0) for name in GEMMS)
     communication = sum(categories.get(name, 0.0) for name in COMMUNICATION)
-    total, kernel_sum = sum(categories.values()), step["kernel_sum_ms"]
+    total, kernel_sum, interval = sum(categories.values()), step["kernel_sum_ms"], step.get("interval_ms") or 0.0
     found = []
-    if abs(total - kernel_sum) > 1e-3 * max(kernel_sum, 1e-9) + 0.01:
-        found.append(
-            _row(
-                "parts that do not sum",
-                f"the categories add up to {total:.3f} ms, the kernels to {kernel_sum:.3f} ms",
-                "the breakdown has lost or doubled something: read no share of it",
-            )
-        )
-    if step["busy_ms"] > step["span_ms"] * 1.001:
-        found.append(
-            _row(
-                "busy longer than the step",
-                f"busy {step['busy_ms']:.3f} ms in a span of {step['span_ms']:.3f} ms",
-                "steps are cut wrongly",
-            )
-        )
-    if step.get("interval_ms") and step["interval_ms"] > 1.1 * tpot_ms:
-        found.append(
-            _row(
-                "the profiler slows the step",
-                f"a profiled step takes {step['interval_ms']:.2f} ms, an unprofiled one {tpot_ms:.2f} ms",
-                "shares hold at best; times in the trace are too long",
-            )
-        )
+
+    def flag(wrong, finding, detail, follows):
+        if wrong:
+            found.append(_row(finding, detail, follows))
+
+    flag(
+        abs(total - kernel_sum) > 1e-3 * kernel_sum + 0.01,
+        "parts that do not sum",
+        f"the categories add up to {total:.3f} ms, the kernels to {kernel_sum:.3f} ms",
+        "the breakdown has lost or doubled something: read no share of it",
+    )
+    flag(
+        step["busy_ms"] > step["span_ms"] * 1.001,
+        "busy longer than the step",
+        f"busy {step['busy_ms']:.3f} ms in a span of {step['span_ms']:.3f} ms",
+        "steps are cut wrongly",
+    )
+    flag(
+        interval > 1.1 * tpot_ms,
+        "the profiler slows the step",
+        f"a profiled step takes {interval:.2f} ms, an unprofiled one {tpot_ms:.2f} ms",
+        "shares hold at best; times in the trace are too long",
+    )
     if weight_bound_ms is None:
         return found
     bound = weight_bound_ms + kv_bound_ms
-    if bound > tpot_ms:
-        found.append(
-            _row(
-                "faster than its memory",
-                f"reading weights and KV cache takes {bound:.2f} ms at peak, the step {tpot_ms:.2f} ms",
-                "TP, batch, dtype or bandwidth are not what is assumed",
-            )
-        )
-    elif communication and communication + bound > tpot_ms:
+    flag(
+        bound > tpot_ms,
+        "faster than its memory",
+        f"reading weights and KV cache takes {bound:.2f} ms at peak, the step {tpot_ms:.2f} ms",
+        "TP, batch, dtype or bandwidth are not what is assumed",
+    )
+    flag(
+        gemm < weight_bound_ms * 0.98,
+        "GEMMs below their bound",
+        f"GEMM kernels take {gemm:.2f} ms, reading their weights at peak {weight_bound_ms:.2f} ms",
+        "some GEMM is filed elsewhere, or the shapes are not those of the server",
+    )
+    if bound <= tpot_ms < communication + bound:
         found.append(room_for_weights(communication, bound, tpot_ms))
-    if gemm and gemm < weight_bound_ms * 0.98:
-        found.append(
-            _row(
-                "GEMMs below their bound",
-                f"GEMM kernels take {gemm:.2f} ms, reading their weights at peak {weight_bound_ms:.2f} ms",
-                "some GEMM is filed elsewhere, or the shapes are not those of the server",
-            )
-        )
     return found
 
 
@@ -109,6 +104,25 @@ def room_for_weights(communication_ms, bound_ms, tpot_ms, how=""):
         f"{how or f'{communication_ms:.2f} ms'} of {tpot_ms:.1f} ms leaves {left:.2f} ms, less than the "
         f"{bound_ms:.2f} ms that reading the weights takes at peak",
         "not all of it can be decode communication: it holds prefill, waiting for other ranks, profiler time, overlap",
+    )
+
+
+def alone_exceeds(tpot_ms, micro):
+    """The row for parts that take longer by themselves than the whole step; `micro` ends with the remainder."""
+    parts = " + ".join(f"{row['micro_ms']:.2f} ({row['part']})" for row in micro[:-1])
+    return _row(
+        "parts timed alone exceed the step",
+        f"{parts}, in a step of {tpot_ms:.2f} ms",
+        "the server runs other kernels, or warmer ones, than those that were timed",
+    )
+
+
+def unpredicted(operation, counted, expected):
+    """The row for an operation that a trace shows more or less often a step than the model's shape says."""
+    return _row(
+        "calls that the model does not predict",
+        f"{operation}: {counted:g} a step, expected {expected:g}",
+        "prefill among the decode steps, another parallelism, or a kernel in a wrong category",
     )
 
 

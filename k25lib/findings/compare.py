@@ -16,6 +16,10 @@ CONFIDENCE = 0.95
 POWER = 0.8
 LEAST = 0.01  # a change under 1 % is the same, however surely it is there
 
+# Facts that change at every start, or from moment to moment
+PASSING = {"url", "port", "log", "traces", "torch_profiler_dir", "python", "config", "ready_ms"}
+PASSING |= {"temperature_c", "sm_mhz", "memory_mhz", "memory_used_bytes"}
+
 
 @dataclass(frozen=True)
 class Spread:
@@ -76,9 +80,9 @@ def smallest_visible(spread, before=1, after=1, confidence=CONFIDENCE):
     return max(float(np.expm1(k * spread.sd * (1 / before + 1 / after) ** 0.5)), LEAST)
 
 
-def restarts_for(spread, wanted):
+def restarts_for(spread, wanted, confidence=CONFIDENCE):
     """Restarts a side that a relative change of `wanted` needs to be seen four times in five; None above 100."""
-    return next((n for n in range(1, 101) if smallest_visible(spread, n, n) <= wanted), None)
+    return next((n for n in range(1, 101) if smallest_visible(spread, n, n, confidence) <= wanted), None)
 
 
 def usable_levels(run):
@@ -155,8 +159,7 @@ def obstacles(one, other):
 def environment_differences(before, after):
     """Facts of the environment and server that differ, as rows {"what", "before", "after"}."""
     one, two = (_flat({k: m.get(k) or {} for k in ("environment", "server", "git")}) for m in (before, after))
-    passing = ("url", "log", "traces", "python", "config", "temperature_c", "sm_mhz", "memory_mhz", "memory_used_bytes")
-    keys = [key for key in {**one, **two} if key.rsplit(".", 1)[-1] not in passing]
+    keys = [key for key in {**one, **two} if key.rsplit(".", 1)[-1] not in PASSING]
     return [
         {"what": key, "before": one.get(key), "after": two.get(key)} for key in keys if one.get(key) != two.get(key)
     ]
@@ -198,6 +201,7 @@ def compare_runs(before, after, history=()):
         row = {"metric": metric, "unit": unit(metric), "before": float(np.mean(one)), "after": float(np.mean(two))}
         row |= change(one, two, spread, lower, confidence)
         row |= {"headline": headline, "lower_is_better": lower, "df": spread.df if spread else 0}
+        row["restarts_for_5_percent"] = restarts_for(spread, 0.05, confidence) if spread else None
         rows.append(row | {"text": sentence(row)})
     return {
         "comparable": not reasons and bool(rows),
@@ -221,9 +225,11 @@ def sentence(row):
     """One comparison in words, with its interval and, for no change, what would have been seen."""
     said = f"{row['metric']}: {row['before']:.4g} to {row['after']:.4g} {row['unit']} ({row['change_percent']:+.1f} %"
     if row["low_percent"] is None:
-        return f"{said}), unclear: the spread between restarts is unknown until a configuration was run twice"
+        return f"{said}): unclear, the spread between restarts is unknown"
     said += f", {row['low_percent']:+.1f} to {row['high_percent']:+.1f} %): "
     seen = f"would have seen {row['smallest_visible_percent']:.1f} %"
+    if row["smallest_visible_percent"] > 5:
+        seen += f"; to see 5 %: {row['restarts_for_5_percent'] or 'over 100'} restarts a side"
     if row["verdict"] in ("better", "worse"):
         return said + row["verdict"]
     return said + (f"no change seen ({seen})" if row["low_percent"] <= 0 <= row["high_percent"] else f"small ({seen})")

@@ -40,6 +40,9 @@ def summarise(run):
         parts = closure.waterfall(total_ms, facts.step, categories, *bounds, waiting)
         impossible = closure.contradictions(total_ms, facts.step, categories, *bounds) if tpot_ms else []
         impossible += _census(run, facts)
+    micro = _micro(facts, categories)
+    if micro and micro[-1]["micro_ms"] < 0:
+        impossible.append(closure.alone_exceeds(facts.tpot_ms, micro))
     runs = compare.readable(Run.all(run.path.parent))
     changes = _changes(run, runs)
     helps = _whatif(facts) if not facts.is_cpu else []
@@ -58,7 +61,7 @@ def summarise(run):
         "contradictions": impossible,
         "next": whatif.next_bottlenecks(categories, None if facts.is_cpu else facts.tpot_ms),
         "whatif": [{k: v for k, v in row.items() if k not in ("cases", "text")} for row in helps],
-        "micro": _micro(facts, categories),
+        "micro": micro,
         "efficiency": efficiency,
         "changes": changes["rows"],
         "previous": changes["previous"],
@@ -204,13 +207,18 @@ def _headlines(facts, efficiency):
 
 
 def _micro(facts, categories):
-    """GEMMs and collectives, timed alone, against the trace: rows {"part", "micro_ms", "trace_ms"}, ms of a step."""
+    """What was timed alone against the trace, ms of a step: rows "part", "micro_ms", "trace_ms", the remainder last."""
     rows, calls = [], facts.shape.burst_calls if facts.shape else 0
     if facts.gemm_ms is not None:
         rows.append(("GEMMs, cold", facts.gemm_ms, sum(categories.get(name, 0) for name in closure.GEMMS)))
     if facts.burst_us and calls:
         communication = sum(categories.get(name, 0) for name in closure.COMMUNICATION)
         rows.append((f"{calls} AllReduces at the burst price", calls * facts.burst_us / 1e3, communication))
+    if rows and facts.tpot_ms:
+        step_ms = facts.step and (facts.step["interval_ms"] or facts.step["span_ms"])
+        rest = facts.tpot_ms - sum(row[1] for row in rows)
+        traced = step_ms and step_ms - sum(row[2] for row in rows)
+        rows.append(("the rest of the step: attention, norms, routing, launches, gaps", rest, traced))
     return [{"part": part, "micro_ms": micro, "trace_ms": trace or None} for part, micro, trace in rows]
 
 
@@ -222,13 +230,7 @@ def _census(run, facts):
     for row in table[table["capture"] == facts.capture].drop_duplicates("operation").to_dict("records"):
         expected, counted = compare.number(row["expected"]), compare.number(row["counted"])
         if expected and counted is not None and abs(expected - counted) > closure.ROUNDING:
-            found.append(
-                {
-                    "finding": "calls that the model does not predict",
-                    "detail": f"{row['operation']}: {counted:g} a step, expected {expected:g}",
-                    "follows": "prefill among the decode steps, another parallelism, or a kernel in a wrong category",
-                }
-            )
+            found.append(closure.unpredicted(row["operation"], counted, expected))
     return found
 
 

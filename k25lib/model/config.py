@@ -17,7 +17,7 @@ class Config:
         self.text = {**(nested if isinstance(nested, dict) else raw), **(overrides or {})}
         self.prefix = "language_model." if isinstance(nested, dict) else ""
         self.architecture = _first(self.text) or _first(raw) or "none named"
-        self.model_type = self.text.get("model_type")
+        self.model_type = str(self.text.get("model_type"))
         self.quantization = self.text.get("quantization_config") or raw.get("quantization_config")
         self.dtype = next(
             (str(c[key]) for c in (self.text, raw) for key in ("dtype", "torch_dtype") if c.get(key)), "bfloat16"
@@ -35,6 +35,13 @@ class Config:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             kind = "positive whole number" if least else "whole number"
             raise K25Error(f"config.json has {key}={value!r}; it must be a {kind}")
+        return value
+
+    def numbers(self, key):
+        """A list of whole numbers that may be absent, such as the layers that are dense."""
+        value = self.text.get(key) or []
+        if not isinstance(value, list) or not all(isinstance(each, int) for each in value):
+            raise K25Error(f"config.json has {key}={value!r}; it must be a list of whole numbers")
         return value
 
     def need(self, key):
@@ -56,8 +63,8 @@ class Config:
 
 
 def _first(config):
-    names = config.get("architectures") or ()
-    return names[0] if names else None
+    names = config.get("architectures")
+    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
 
 
 def read_config(path, overrides=None):

@@ -168,7 +168,7 @@ def gqa(config):
 
 def gqa_moe(config):
     """Mixtral, Qwen2-MoE and Qwen3-MoE: grouped-query attention and routed experts."""
-    dense, every = set(config.get("mlp_only_layers") or ()), config.number("decoder_sparse_step", 1, least=1)
+    dense, every = set(config.numbers("mlp_only_layers")), config.number("decoder_sparse_step", 1, least=1)
     return _grouped_query(config, lambda index: index not in dense and (index + 1) % every == 0)
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from k25lib.errors import UsageError
+from k25lib.errors import K25Error, UsageError
 
 from .families import BUILDERS
 from .weights import format_of, plain
@@ -78,6 +78,8 @@ class Model:
         self.architecture = config.architecture
         self.dtype = plain(config.dtype)
         self.shape = BUILDERS[config.family()](config)
+        if self.shape.experts_per_token > self.shape.experts:
+            raise K25Error(f"config.json routes to {self.shape.experts_per_token} of {self.shape.experts} experts")
         self._formats = {}
 
     def format_of(self, matrix):

@@ -7,6 +7,7 @@ from math import ceil
 from k25lib.errors import K25Error
 
 DTYPE_BITS = {"bfloat16": ("bf16", 16), "float16": ("fp16", 16), "float32": ("fp32", 32)}
+STRATEGIES = ("none", "tensor", "channel", "group", "block")
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,15 @@ class Format:
     strategy: str = "none"  # none, tensor, channel, group, block
     scale_bytes: int = 0
     zero_bits: int = 0
+
+    def __post_init__(self):
+        numbers = (self.bits, self.group, *self.block, self.scale_bytes, self.zero_bits)
+        if not all(isinstance(number, int) and number >= 0 for number in numbers) or not self.bits:
+            raise ValueError(f"bits, group and block must be whole numbers, not {numbers}")
+        if self.strategy not in STRATEGIES or (
+            self.strategy == "block" and not (len(self.block) == 2 and all(self.block))
+        ):
+            raise ValueError(f"strategy {self.strategy!r} with block {self.block}")
 
     def matrix_bytes(self, n, k):
         """Bytes of one [n, k] matrix, scales and zero points included."""
@@ -134,7 +144,7 @@ def format_of(modules, quantization, default):
     if not isinstance(quantization, dict):
         raise K25Error("quantization_config of config.json must be a JSON object")
     method = quantization.get("quant_method")
-    if method not in METHODS:
+    if not isinstance(method, str) or method not in METHODS:
         raise K25Error(f"quantization method {method!r} is not known; known: {', '.join(METHODS)}")
     try:
         formats = {METHODS[method](quantization, module) or default for module in modules}

@@ -85,10 +85,11 @@ def test_swapping_the_sides_turns_the_verdict_around(before, after, sd, df):
 
 def test_no_change_says_what_would_have_been_seen():
     row = {"metric": "TPOT at C=1", "unit": "ms", "before": 10.0, "after": 10.2, "lower_is_better": True}
-    row |= compare.change([10.0] * 3, [10.2] * 3, compare.Spread(0.03, 20))
+    row |= compare.change([10.0] * 3, [10.2] * 3, compare.Spread(0.03, 20)) | {"restarts_for_5_percent": 7}
     assert compare.sentence(row).startswith(
         "TPOT at C=1: 10 to 10.2 ms (+2.0 %, -3.1 to +7.3 %): no change seen (would have"
     )
+    assert compare.sentence(row).endswith("; to see 5 %: 7 restarts a side)")
 
 
 def test_restarts_for_a_wanted_change():
@@ -115,7 +116,7 @@ def test_a_wide_spread_is_unclear_and_none_too():
 def test_no_restart_twice_is_said(make_run):
     found = compare.compare_runs([make_run(10.0)], [make_run(10.1)])
     assert found["verdict"] == "unclear"
-    assert "unknown until a configuration was run twice" in found["changes"][0]["text"]
+    assert found["changes"][0]["text"].endswith("unclear, the spread between restarts is unknown")
 
 
 def test_the_spread_comes_from_history(make_run):

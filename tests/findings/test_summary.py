@@ -8,6 +8,7 @@ import pytest
 
 from k25lib.findings.campaigns import references
 from k25lib.findings.summary import summarise
+from k25lib.model import load_model
 from k25lib.run import Run
 
 CONFIG = str(Path(__file__).parents[2] / "data/reference/kimi-k2.5/config.json")
@@ -112,8 +113,9 @@ def test_tables_of_a_whole_run(whole):
     } <= set(changes)
     assert changes["AllReduce by custom graph"]["high_ms"] == pytest.approx(0.96 - 123 * 4e-3)
     assert all(row["low_ms"] <= row["high_ms"] for row in found["whatif"])
-    assert found["micro"] == [
-        {"part": "122 AllReduces at the burst price", "micro_ms": pytest.approx(0.854), "trace_ms": pytest.approx(0.96)}
+    assert [(row["micro_ms"], row["trace_ms"]) for row in found["micro"]] == [
+        pytest.approx((122 * 0.007, 0.96)),
+        pytest.approx((8.64 - 122 * 0.007, 8.7 - 0.96)),
     ]
     assert found["references"][0]["dominant"] == "gemm"
 
@@ -227,3 +229,15 @@ def test_a_capture_at_another_concurrency_closes_on_its_own_step(make_run):
     assert found["closure"][0]["part"] == "GEMMs"
     assert found["whatif"] == []
     assert any("measured at C=1, the capture at C=64" in text for text in found["missing"])
+
+
+def test_gemms_that_take_longer_alone_than_the_step_are_flagged(make_run):
+    names = [gemm["name"] for gemm in load_model(CONFIG).step(tp=2).gemms]
+    gemm = [
+        {"name": name, "m": 1, "state": state, "calls_per_step": 61, "time_us_median": 20.0, "status": "ok"}
+        for name in names
+        for state in ("cold", "warm")
+    ]
+    found = plain(summarise(make_run({"levels": LEVELS, "gemm": gemm}, **GPU)))
+    assert found["micro"][0]["micro_ms"] == pytest.approx(13 * 61 * 0.02)
+    assert [row["finding"] for row in found["contradictions"]] == ["parts timed alone exceed the step"]

@@ -1,5 +1,6 @@
 """Other families, weight formats, and configs that cannot be."""
 
+import copy
 import json
 
 import pytest
@@ -7,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from k25lib.errors import K25Error, UsageError
-from k25lib.model import load_model, touched_experts
+from k25lib.model import Model, load_model, touched_experts
+from k25lib.model.config import Config
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -269,12 +271,42 @@ def test_an_unknown_quantization_is_named(load):
         ({"torch_dtype": "bogus"}, "dtype 'bogus'"),
         ({"head_dim": [64]}, r"head_dim=\[64\]; it must be a positive whole number"),
         ({"quantization_config": [1]}, "must be a JSON object"),
+        ({"quantization_config": {"quant_method": ["fp8"]}}, "is not known; known: compressed"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": "4"}}, "whole numbers"),
+        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}}, "strategy 'block' with block"),
+        ({"architectures": True, "model_type": 3}, "architecture none named .model_type 3. is not of a known family"),
         ({"quantization_config": {"quant_method": "gptq"}}, "cannot be read for .*q_proj: KeyError"),
     ],
 )
 def test_a_broken_config_is_one_line(load, change, message):
     with pytest.raises(K25Error, match=message):
         load(LLAMA_8B, **change).step()
+
+
+def test_a_broken_list_of_dense_layers(load):
+    with pytest.raises(K25Error, match="mlp_only_layers='x'; it must be a list of whole numbers"):
+        load(QWEN3_30B, mlp_only_layers="x")
+
+
+def test_more_experts_a_token_than_there_are(load):
+    with pytest.raises(K25Error, match="routes to 200 of 128 experts"):
+        load(QWEN3_30B, num_experts_per_tok=200)
+
+
+@given(st.data())
+def test_a_config_with_one_strange_value_is_right_or_refused(data):
+    raw = copy.deepcopy(data.draw(st.sampled_from([LLAMA_8B, MIXTRAL, QWEN3_30B, DEEPSEEK_V3]))) | {
+        "num_hidden_layers": 2
+    }
+    place = raw["quantization_config"] if "quantization_config" in raw and data.draw(st.booleans()) else raw
+    strange = st.sampled_from([None, 0, -1, 1, 1.5, True, "x", [], [1], ["q_proj"], {}, {"a": 1}])
+    place[data.draw(st.sampled_from(sorted(place)))] = data.draw(strange)
+    try:
+        step = Model(Config(raw)).step(tp=data.draw(st.sampled_from([1, 2, 3])))
+    except K25Error as error:
+        assert "\n" not in str(error)
+    else:
+        assert step.weight_bytes > 0
 
 
 @pytest.mark.parametrize(("text", "message"), [("{", "no valid JSON"), ("[1]", "must hold a JSON object")])

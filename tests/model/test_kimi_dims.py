@@ -140,3 +140,31 @@ def test_data_parallel_exchanges_by_allgather_and_reducescatter():
     model = load_model(CONFIG, {"num_hidden_layers": 21})
     census = model.step(tp=1, dp=2, ep=True).census()
     assert (census["allgather"], census["reducescatter"], census.get("allreduce")) == (20, 20, None)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8, 16, 32])
+def test_shapes_at_any_tensor_parallel_size(kimi, tp):
+    found = {g["name"]: (g["n"], g["k"], g["matrices"]) for g in kimi.step(tp=tp).gemms}
+    assert found == {
+        "fused_qkv_a_proj": (2112, 7168, 1),
+        "q_b_proj": (12288 // tp, 1536, 1),
+        "W_UK_T bmm": (512, 128, 64 // tp),
+        "W_UV bmm": (128, 512, 64 // tp),
+        "o_proj": (7168, 8192 // tp, 1),
+        "dense gate_up": (36864 // tp, 7168, 1),
+        "dense down": (7168, 18432 // tp, 1),
+        "router gate": (384, 7168, 1),
+        "shared gate_up": (4096 // tp, 7168, 1),
+        "shared down": (7168, 2048 // tp, 1),
+        "routed gate_up": (4096 // tp, 7168, 8),
+        "routed down": (7168, 2048 // tp, 8),
+        "lm_head": (163840 // tp, 7168, 1),
+    }
+
+
+def test_one_expert_and_the_bytes_that_nobody_replicates(kimi):
+    gate_up = next(g for g in kimi.step(tp=8).gemms if g["name"] == "routed gate_up")
+    assert round(gate_up["bytes_per_call"] / 8 / 1e6, 3) == 2.064
+    assert gate_up["bytes_per_call"] / 8 / (512 * 7168) == 0.5625
+    whole = kimi.step(tp=1).weight_bytes
+    assert round(100 * whole / 8 / 1.792e9 / 12.1, 1) == 19.0
