@@ -49,7 +49,8 @@ def _serve(args):
 
 def _status(args):
     from k25lib.cli import print_json
-    from k25lib.client import Client, NotReady, ServerDown
+    from k25lib.client import Client, NotReady
+    from k25lib.errors import K25Error
 
     client = Client(args.url)
     found = {"schema": "k25.status/1", "url": client.shown_url, "up": False, "ready": False, "why": ""}
@@ -66,7 +67,7 @@ def _status(args):
             raise NotReady(f"{client.shown_url}: the engine is not healthy; look at the server's log")
         found["model"] = client.ready(args.model)
         found["ready"] = True
-    except (ServerDown, NotReady) as error:
+    except K25Error as error:
         found["why"] = str(error)
     if args.json:
         print_json(found)

@@ -80,5 +80,8 @@ def test_status_of_nothing_and_of_something_else(capsys):
     assert main(["status", f"http://127.0.0.1:{other.server_port}"]) == 1
     error = capsys.readouterr().err
     assert "not as vLLM does" in error and error.count("\n") == 1
+    assert main(["status", f"http://127.0.0.1:{other.server_port}", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["up"], found["ready"]) == (True, False) and "not as vLLM does" in found["why"]
     assert main(["status", "http://a:b"]) == 2
     other.shutdown()
