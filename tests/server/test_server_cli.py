@@ -32,6 +32,14 @@ def test_serve_prints_its_url_and_ends_with_a_signal(fake_vllm, number, capsys):
     assert main(["status", url]) == 1
 
 
+def test_install_starts_nothing(fake_vllm, capsys):
+    assert main(["serve", "--install"]) == 0
+    assert capsys.readouterr().err == "writing the tiny Kimi-K2.5 (random weights)\n"
+    assert Embedded.find(fake_vllm) is None and (fake_vllm / "cache" / "tiny-kimi-k2.5" / "config.json").exists()
+    assert main(["serve", "--install"]) == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_serve_at_a_port_in_use(fake_vllm, capsys):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
