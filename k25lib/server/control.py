@@ -9,7 +9,7 @@ import tomllib
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from tempfile import NamedTemporaryFile, TemporaryFile
+from tempfile import TemporaryDirectory, TemporaryFile
 from urllib.parse import urlsplit
 
 from k25lib.errors import K25Error, UsageError
@@ -72,10 +72,13 @@ class Control:
         log = found["log"] or log
         if not log:
             raise K25Error("the server's output goes to no file: set control.log to a file for the restarted one's")
-        with NamedTemporaryFile("w", prefix="k25-server-", suffix=".pid", delete=False) as pid_file:
-            pid_file.write(f"{found['pid']} {start_time(found['pid'])}\n")
-        values = {"command": shlex.join(found["argv"]), "log": str(log), "cwd": found["cwd"], "pid_file": pid_file.name}
-        return cls({"preset": "process", **values}, environment=process.environment(found["pid"]), **more)
+        folder = TemporaryDirectory(prefix="k25-control-")  # goes with the control
+        pid_file = Path(folder.name) / "pid"
+        pid_file.write_text(f"{found['pid']} {start_time(found['pid'])}\n", encoding="ascii")
+        values = {"command": shlex.join(found["argv"]), "log": str(log), "cwd": found["cwd"], "pid_file": str(pid_file)}
+        control = cls({"preset": "process", **values}, environment=process.environment(found["pid"]), **more)
+        control.folder = folder
+        return control
 
     def command(self, action, mark="", flags=()):
         """The whole command of an action, as given to `sh -c`."""
@@ -237,7 +240,7 @@ class Control:
 
 @cache
 def presets():
-    """The presets: name -> strings, `needs` and `about`."""
+    """The presets: name -> strings and `about`."""
     return tomllib.loads(Path(__file__).with_name("presets.toml").read_text(encoding="utf-8"))
 
 
