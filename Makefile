@@ -18,6 +18,7 @@ lab: .venv/.run
 
 test: .venv/.test
 	@sh .ci/chromium.sh
+	@sh .ci/sshd.sh
 	@$(BIN)/k25 serve --install
 	@$(BIN)/python -m pytest
 

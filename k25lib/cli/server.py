@@ -10,6 +10,7 @@ def add(commands):
     """Declare the commands of this module."""
     serve = commands.add_parser("serve", help="start the embedded vLLM (CPU, tiny Kimi-K2.5) and print its URL")
     serve.add_argument("--port", type=int, default=0, help="default: a free one")
+    serve.add_argument("--install", action="store_true", help="make what it needs (vLLM, the model) and start nothing")
     serve.add_argument("--no-profiler", action="store_true", help="without vLLM's torch profiler")
     serve.add_argument("vllm_args", nargs="*", metavar="-- ARGS", help="more arguments for `vllm serve`, after --")
     serve.set_defaults(run=_serve)
@@ -32,8 +33,15 @@ def _serve(args):
     server = Embedded(
         Path(__file__).parents[2], profiler=not args.no_profiler, extra_args=args.vllm_args, port=args.port
     )
+
+    def tell(text):
+        print(text, file=sys.stderr, flush=True)
+
     try:
-        server.start(lambda text: print(text, file=sys.stderr, flush=True))
+        if args.install:
+            server.install(tell)
+            return 0
+        server.start(tell)
         print(server.url, flush=True)
         print(f"log: {server.log}; traces: {server.traces}; Ctrl-C ends it", file=sys.stderr, flush=True)
         while server.is_alive():
@@ -49,7 +57,8 @@ def _serve(args):
 
 def _status(args):
     from k25lib.cli import print_json
-    from k25lib.client import Client, NotReady, ServerDown
+    from k25lib.client import Client, NotReady
+    from k25lib.errors import K25Error
 
     client = Client(args.url)
     found = {"schema": "k25.status/1", "url": client.shown_url, "up": False, "ready": False, "why": ""}
@@ -66,7 +75,7 @@ def _status(args):
             raise NotReady(f"{client.shown_url}: the engine is not healthy; look at the server's log")
         found["model"] = client.ready(args.model)
         found["ready"] = True
-    except (ServerDown, NotReady) as error:
+    except K25Error as error:
         found["why"] = str(error)
     if args.json:
         print_json(found)

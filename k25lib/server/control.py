@@ -1,7 +1,6 @@
 """Starts, stops, follows and enters a server, whatever runs it: command strings from settings, presets as data."""
 
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -10,7 +9,7 @@ import tomllib
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryFile, gettempdir
+from tempfile import TemporaryDirectory, TemporaryFile
 from urllib.parse import urlsplit
 
 from k25lib.errors import K25Error, UsageError
@@ -22,6 +21,7 @@ from k25lib.server.watch import LogCommand, wait_until_ready
 STRINGS = ("start", "start_profiling", "stop", "running", "mark", "logs", "exec")
 VALUES = ("command", "log", "unit", "container", "cwd", "pid_file")
 STOP_LIMIT_S = 180.0
+CHANGE_LIMIT_S = 7200.0  # some starts return only when the server is ready
 
 
 class Control:
@@ -72,10 +72,13 @@ class Control:
         log = found["log"] or log
         if not log:
             raise K25Error("the server's output goes to no file: set control.log to a file for the restarted one's")
-        pid_file = Path(gettempdir()) / f"k25-{os.getuid()}-{port}.pid"
+        folder = TemporaryDirectory(prefix="k25-control-")  # goes with the control
+        pid_file = Path(folder.name) / "pid"
         pid_file.write_text(f"{found['pid']} {start_time(found['pid'])}\n", encoding="ascii")
         values = {"command": shlex.join(found["argv"]), "log": str(log), "cwd": found["cwd"], "pid_file": str(pid_file)}
-        return cls({"preset": "process", **values}, environment=process.environment(found["pid"]), **more)
+        control = cls({"preset": "process", **values}, environment=process.environment(found["pid"]), **more)
+        control.folder = folder
+        return control
 
     def command(self, action, mark="", flags=()):
         """The whole command of an action, as given to `sh -c`."""
@@ -110,7 +113,11 @@ class Control:
         ends = [n for n, word in enumerate(words) if word == "serve" or word.endswith("api_server")]
         if not ends:
             raise UsageError("control.command is no `vllm serve ...`: set control.start_profiling")
-        told = self.run([*words[: ends[0] + 1], "--help=all"], timeout_s=300)
+        ask = [*words[: ends[0] + 1], "--help=all"]
+        if self.dry:
+            self.say(f"would look --profiler-config up: {shlex.join(ask)}")
+            return self.command("start", flags=flags)
+        told = self.run(ask, timeout_s=300)
         if "--profiler-config" in told.stdout:
             return self.command("start", flags=flags)
         if told.returncode:
@@ -121,8 +128,11 @@ class Control:
         )
 
     def running(self):
-        """True while the server's process lives."""
-        return self._sh(self.command("running"), 60).returncode == 0
+        """True while the server's process lives. Raises K25Error if its host can't be reached."""
+        done = self._sh(self.command("running"), 60)
+        if done.returncode == 255 and self.via:  # ssh's own failure
+            raise K25Error(f"the server's host can't be reached: {redact(_last(done.stderr))}")
+        return done.returncode == 0
 
     def exec_prefix(self):
         """The words before a command that must run where the server runs (such as `docker exec NAME`)."""
@@ -159,11 +169,13 @@ class Control:
     def bring_up(self, url, command=None, tries=2, **waiting):
         """Start the server and wait until it is ready (`waiting`: arguments of wait_until_ready); returns the model's
         id, '' in a dry run. A start that fails is told, and tried again."""
+        if not self.dry and self.running():
+            raise K25Error("the server runs already: stop it first")
         for left in reversed(range(tries)):
             log = None
             try:
                 log = self.start(command)
-                return wait_until_ready(url, log=log, alive=self.running, **waiting) if log else ""
+                return wait_until_ready(url, log=log, alive=self._lives, **waiting) if log else ""
             except K25Error as error:
                 if not left or not self.allowed:
                     raise
@@ -186,12 +198,18 @@ class Control:
             self.stop()
             self.bring_up(url, **waiting)
 
+    def _lives(self):
+        try:
+            return self.running()
+        except K25Error:
+            return None  # the way to its host is broken: that says nothing of the server
+
     def _change(self, command):
         self._check_allowed(command)
         self.say(f"{'would run' if self.dry else 'running'}: {redact(command)}")
         if self.dry:
             return
-        done = self._sh(command, 600)
+        done = self._sh(command, CHANGE_LIMIT_S)
         if done.returncode:
             raise K25Error(f"failed (exit status {done.returncode}): {redact(_last(done.stderr or done.stdout))}")
 
@@ -222,7 +240,7 @@ class Control:
 
 @cache
 def presets():
-    """The presets: name -> strings, `needs` and `about`."""
+    """The presets: name -> strings and `about`."""
     return tomllib.loads(Path(__file__).with_name("presets.toml").read_text(encoding="utf-8"))
 
 

@@ -67,9 +67,7 @@ class Embedded:
         on_stage = on_stage or (lambda text: None)
         if self.is_alive():
             raise K25Error(f"the embedded server runs already at {self.url}")
-        self.python = vllm_cpu.interpreter(self.root, on_stage)
-        model = vllm_cpu.tiny_model(self.root, self.python, on_stage)
-        self.config = model / "config.json"
+        model = self.install(on_stage)
         self._sweep()
         last_port = int(self.url.rpartition(":")[2]) if self.url else 0
         for attempt in range(3):
@@ -87,6 +85,14 @@ class Embedded:
                 self.stop()
                 raise
         raise K25Error("no free port could be kept for the embedded server: try again, or give --port")
+
+    def install(self, on_stage=None):
+        """Make what is missing, vLLM's environment and the tiny model, and return the model's folder."""
+        on_stage = on_stage or (lambda text: None)
+        self.python = vllm_cpu.interpreter(self.root, on_stage)
+        model = vllm_cpu.tiny_model(self.root, self.python, on_stage)
+        self.config = model / "config.json"
+        return model
 
     def stop(self):
         """End the server, whoever started it, and wait until nothing of it is left. Harmless if it has ended."""

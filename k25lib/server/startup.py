@@ -205,7 +205,7 @@ def _errors(text):
     our supervisor saw the server end, to any other."""
     lines = [_PREFIX.sub("", line).strip()[:300] for line in re.split(r"[\r\n]+", text)]
     errors = [line for line in lines if _ERROR.match(line)]
-    ended = [line.removeprefix("k25: ") for line in lines if re.match(r"k25: .* \(exit status -\d+\)", line)]
+    ended = re.findall(r"^k25: the server has ended: (.* \(exit status -\d+\))$", "\n".join(lines), re.M)
     return [line for line in errors if not _FOLLOWS.search(line)] or errors or ended
 
 

@@ -142,9 +142,7 @@ def test_a_server_deaf_to_sigterm_is_killed(fake_vllm, monkeypatch):
 
 def test_stopped_before_it_has_begun(fake_vllm):
     server = Embedded(fake_vllm)
-    server.python, model = Path(os.environ["K25_VLLM_PYTHON"]), fake_vllm
-    server.config = model / "config.json"
-    server._launch(model, 1)
+    server._launch(server.install(), 1)
     server.stop()  # the supervisor may not even have written its name
     assert not server.is_alive()
 

@@ -32,6 +32,14 @@ def test_serve_prints_its_url_and_ends_with_a_signal(fake_vllm, number, capsys):
     assert main(["status", url]) == 1
 
 
+def test_install_starts_nothing(fake_vllm, capsys):
+    assert main(["serve", "--install"]) == 0
+    assert capsys.readouterr().err == "writing the tiny Kimi-K2.5 (random weights)\n"
+    assert Embedded.find(fake_vllm) is None and (fake_vllm / "cache" / "tiny-kimi-k2.5" / "config.json").exists()
+    assert main(["serve", "--install"]) == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_serve_at_a_port_in_use(fake_vllm, capsys):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -80,5 +88,8 @@ def test_status_of_nothing_and_of_something_else(capsys):
     assert main(["status", f"http://127.0.0.1:{other.server_port}"]) == 1
     error = capsys.readouterr().err
     assert "not as vLLM does" in error and error.count("\n") == 1
+    assert main(["status", f"http://127.0.0.1:{other.server_port}", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["up"], found["ready"]) == (True, False) and "not as vLLM does" in found["why"]
     assert main(["status", "http://a:b"]) == 2
     other.shutdown()
