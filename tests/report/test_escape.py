@@ -5,7 +5,7 @@ import json
 import mistune
 import pytest
 from bs4 import BeautifulSoup
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from k25lib.report import escape
@@ -26,6 +26,7 @@ def words(html):
     return BeautifulSoup(html, "html.parser").get_text().split()
 
 
+@settings(deadline=None)
 @given(st.text())
 @example("\\")
 @example("a`b")
@@ -47,6 +48,7 @@ def test_markdown_of_hostile_text_has_no_markup(text):
     assert words(made) == ["a", "b", *text.split(), "last"]
 
 
+@settings(deadline=None)
 @given(st.text(alphabet="ab\x1b[]0;1mKP\x07\\\n\r\x00\u202e"))
 def test_plain_is_one_line_without_control_characters(text):
     made = escape.plain(text)

@@ -90,6 +90,15 @@ def test_long_output_is_cut_and_the_loss_counted(make_run, tmp_path):
     assert "xend" in text
 
 
+def test_long_progress_is_folded_with_its_last_line_in_view(make_run, tmp_path):
+    text = "".join(f"{n} of 99 <done>\n" for n in range(100))
+    stream = nbformat.from_dict({"output_type": "stream", "name": "stdout", "text": text})
+    soup = page(make_run(), [written(tmp_path / "01_service_check.ipynb", stream)], tmp_path)
+    folded = soup.find(class_="output_stdout").details
+    assert folded.summary.get_text() == "100 lines of output, the last: 99 of 99 <done>"
+    assert folded.pre.get_text().count("<done>") == 100
+
+
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'`|\x1b]0;t\x07\x1b[31mred\x1b[0m"
 
 

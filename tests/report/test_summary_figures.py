@@ -61,6 +61,20 @@ def test_nothing_to_show_is_no_figure(bare_run, found):
     assert first_page.figures(bare_run, found) == []
 
 
+def test_runs_beside_each_other_have_idle_last(bare_run):
+    found = {
+        "steps_by_run": [
+            {"step": run, "category": category, "ms": ms}
+            for run in ("before", "now")
+            for category, ms in {"idle": 9.0, "gemm": 2.0, "allreduce": 5.0}.items()
+        ]
+    }
+    bare_run.save("breakdown", BREAKDOWN)
+    (figure,) = first_page.figures(bare_run, found)
+    assert [trace["name"] for trace in figure["data"] if trace["type"] == "bar"] == ["allreduce", "gemm", "idle"]
+    assert figure["data"][0]["y"] == ["before", "now"]
+
+
 def test_a_table_that_cannot_be_drawn_is_told_and_the_others_are_drawn(bare_run, capsys):
     bare_run.save("breakdown", [{"capture": "c1", "part": "gemm", "ms": 1.0}])
     made = first_page.figures(bare_run, {"closure": CLOSURE})

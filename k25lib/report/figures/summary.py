@@ -72,8 +72,9 @@ def whatif(rows):
 
 
 def step_by_category(frame):
-    """Stacked ms per decode step. Columns: step (the bar's name), category, ms; categories in order of their ms."""
+    """Stacked ms per decode step, the largest category first, idle last. Columns: step (the bar), category, ms."""
     order = frame.groupby("category").ms.sum().sort_values(ascending=False).index
+    order = [name for name in order if name != "idle"] + ["idle"] * ("idle" in order)
     names = list(dict.fromkeys(frame.step))
     figure = go.Figure()
     for category in order:
@@ -84,7 +85,7 @@ def step_by_category(frame):
             name=category,
             orientation="h",
             marker_color=colour(category),
-            hovertemplate="%{y}<br>" + category.replace("%", "%%") + ": %{x:.3f} ms<extra></extra>",
+            hovertemplate="%{y}<br>%{fullData.name}: %{x:.3f} ms<extra></extra>",
         )
     totals = frame.groupby("step", sort=False).ms.sum()
     figure.add_scatter(
@@ -100,7 +101,7 @@ def step_by_category(frame):
     return figure.update_layout(
         **layout("A decode step by category", 190 + 50 * len(names), margin={"l": 70, "r": 40, "t": 110, "b": 60}),
         barmode="stack",
-        xaxis={"title": "kernel time, ms per decode step", "range": [0, 1.18 * totals.max()]},
+        xaxis={"title": "ms per decode step (kernels summed)", "range": [0, 1.18 * totals.max()]},
         yaxis={"autorange": "reversed", "automargin": True},
     )
 
