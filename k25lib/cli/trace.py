@@ -28,11 +28,11 @@ def add(commands):
 
 def _breakdown(args):
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's thread pool costs more than all sums here
-    from k25lib.trace.breakdown import breakdown, census
+    from k25lib.trace.breakdown import breakdown, census, expected_calls
 
     result = breakdown(args.paths, group=args.group, categories=args.categories, session=args.session)
     if args.config and result["per_step"]:
-        result["census"] = census(result, _expected(args, result["capture"]))
+        result["census"] = census(result, expected_calls(result, args.config, args.tp))
     for loss in result["losses"]:
         print(f"k25: {loss['kind']} ({loss['count']}), {loss['file']}: {loss['detail']}", file=sys.stderr)
     if args.json:
@@ -40,14 +40,6 @@ def _breakdown(args):
         print_json(result)
     else:
         print("\n".join(_lines(result)))
-
-
-def _expected(args, capture):
-    from k25lib.model import load_model
-
-    told = capture["parallel"]
-    step = load_model(args.config).step(tp=args.tp or told["tp"], batch=1, ep=told["ep"], dp=told["dp"])
-    return step.census(capture["kind"])
 
 
 def _lines(result):

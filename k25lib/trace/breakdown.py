@@ -228,6 +228,15 @@ def census(result, expected=None):
     return rows
 
 
+def expected_calls(result, config, tp=None, overrides=None):
+    """Calls per decode step that the model's shape predicts, for `census`: of a config.json, cut as the traces tell."""
+    from k25lib.model import load_model
+
+    told = result["capture"].get("parallel", {"tp": 1, "dp": 1, "ep": False})
+    step = load_model(config, overrides).step(tp=tp or told["tp"], batch=1, ep=told["ep"], dp=told["dp"])
+    return step.census(result["capture"]["kind"])
+
+
 def _cross_check(measured, tables, losses):
     """The profiler's own totals against each trace's."""
     checks = []

@@ -21,7 +21,7 @@ from k25lib.trace.table import Trace, clean
 
 WINDOW_BYTES = 1 << 19  # the events of a window stay in the processor's cache
 READ_BYTES = 1 << 14
-LIMIT_BYTES = 64 << 20  # no header and no event is larger than this
+LIMIT_BYTES = 16 << 20  # no header and no event is larger than this
 EXACT_US = 2.0**43  # beyond it a double no longer tells nanoseconds in microseconds
 
 NAMES = {"Kernel": "kernel", "Memcpy": "gpu_memcpy", "Memset": "gpu_memset"}  # older spellings of `cat`
@@ -217,7 +217,7 @@ def _events(pieces, tail, reader, columns):
             closed = reader.window(tail[: start + 1])
             tail = tail[end:]
         elif len(tail) > LIMIT_BYTES:
-            columns.warnings.append(("truncated", "no event boundary in 64 MB: the rest of the file was not read"))
+            columns.warnings.append(("truncated", "no event boundary in 16 MB: the rest of the file was not read"))
             return
     if closed:
         columns.foot += tail
@@ -329,9 +329,15 @@ class _Reader:
                 return more + 1, 0
         if self.one(repaired(text.strip(b", \r\n\t")), is_repaired=True):
             return 1, 0
-        if not (is_last and index == len(pieces) - 1):  # the cut event at the end of a cut file is told as `truncated`
+        if is_last and index == len(pieces) - 1:
+            whole, rest = _first_object(text)
+            if whole is None:
+                return 1, 0  # the cut event at the end of a cut file is told as `truncated`
+            self.take([self.event(whole)])
             self.columns.unreadable += 1
-            self.columns.unreadable_gpu += bool(_LOOKS_GPU.search(text))
+            return 1, begin + len(text) - len(rest) if b"]" in rest else 0
+        self.columns.unreadable += 1
+        self.columns.unreadable_gpu += bool(_LOOKS_GPU.search(text))
         return 1, 0
 
     def one(self, text, is_repaired=False):
@@ -385,6 +391,15 @@ def raw_events(path, take):
         tail, _ = _open(path, pieces, columns)
         _events(pieces, tail, _RawReader(columns, take), columns)
     return columns.head
+
+
+def _first_object(text):
+    """(The whole object that bytes begin with, the bytes after it), or (None, text): junk may follow an event."""
+    try:
+        value, end = json.JSONDecoder(strict=False).raw_decode(text.decode("latin-1").lstrip())
+    except (ValueError, RecursionError):
+        return None, text
+    return (value, text.lstrip()[end:]) if isinstance(value, dict) else (None, text)
 
 
 def _number(value):

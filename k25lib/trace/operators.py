@@ -6,7 +6,7 @@ import numpy as np
 def own_time(start_ns, dur_ns, thread):
     """(own ns of each operator, (row, start, end) of the segments that make it up); rows sorted by segment start.
 
-    Clock noise may let a child outlive its parent by some ns: it is cut there, so that nothing is counted twice.
+    Of operators that overlap without nesting (clock noise) the one that began last is the innermost.
     """
     own = np.zeros(len(start_ns), np.int64)
     rows, starts, ends = [], [], []
@@ -32,7 +32,6 @@ def own_time(start_ns, dur_ns, thread):
                 stack.pop()
             if stack:
                 run_until(start)
-                end = min(end, stack[-1][1])
             cursor = start
             stack.append((row, end))
         while stack:

@@ -9,6 +9,7 @@ _FIELD = re.compile(r"(?<![a-z])(dp|pp|tp)[-_]?(\d+)(?!\d)", re.IGNORECASE)
 _RANK = re.compile(r"rank[-_]?(\d+)", re.IGNORECASE)
 NEW_SESSION_NS = 50_000_000  # one process cannot start two captures within 50 ms: that is a copy, not a session
 ONE_START_NS = 60_000_000_000  # all ranks of a session start within a minute
+ONE_HOST_NS = 1_000_000_000  # files of other folders belong together only if they start within a second
 
 
 def fields(text):
@@ -42,7 +43,8 @@ def identify(peeks):
 
 
 def sessions(peeks):
-    """Files grouped into captures: by folder, then by start; one rank has one file in a session (or a clash)."""
+    """Files grouped into captures: by folder, then by start; one rank has one file in a session (or a clash). Folders
+    with other ranks of the same start are one capture (a folder a host)."""
     groups = []
     for folder in sorted({str(Path(p["path"]).parent) for p in peeks}):
         members = [p for p in peeks if str(Path(p["path"]).parent) == folder]
@@ -54,7 +56,15 @@ def sessions(peeks):
                 current = []
             current.append(p)
         groups.append(current)
-    return sorted(groups, key=lambda group: group[0]["start_ns"])
+    merged = []
+    for group in sorted(groups, key=lambda group: group[0]["start_ns"]):
+        last = merged[-1] if merged else []
+        near = last and group[0]["start_ns"] - last[0]["start_ns"] < ONE_HOST_NS
+        if near and not {p["rank"] for p in last} & {p["rank"] for p in group}:
+            last += group
+        else:
+            merged.append(group)
+    return [sorted(group, key=lambda p: (p["rank"], p["path"])) for group in merged]
 
 
 def pair(measured):

@@ -170,18 +170,21 @@ def _loose(trace, steps, kernels, size):
         return
     starts = np.array([p.start_ns for p in work])
     between = np.searchsorted(starts, trace.start_ns[loose], "right")  # how many passes have begun before
-    whole = (size[loose] >= 0.5 * size.max()) & (size.max() >= 0.4 * usual)  # a graph launch that is a whole pass
+    own = np.where(steps.graph[loose] >= 0, np.bincount(steps.graph[loose] + 1)[steps.graph[loose] + 1], 0)
+    biggest = size.max()
+    whole = (own >= 0.5 * biggest) & (biggest >= 0.4 * usual)  # a graph launch that is a whole pass
     piece = np.where(whole, steps.graph[loose], -1)
     cuts = np.flatnonzero(np.r_[True, (between[1:] != between[:-1]) | (piece[1:] != piece[:-1])])
     crumbs = []
     for rows in np.split(loose, cuts[1:]):
-        if piece[np.searchsorted(loose, rows[0])] < 0 and len(rows) < 0.25 * usual:
+        in_graph = piece[np.searchsorted(loose, rows[0])] >= 0
+        if not in_graph and len(rows) < 0.25 * usual:
             crumbs.append(rows)
             continue
         at_edge = rows[0] == kernels[0] or rows[-1] == kernels[-1]
+        cut = at_edge and len(rows) < 0.9 * (biggest if in_graph else usual)
         steps.of[rows] = len(steps.passes)
         end = int((trace.start_ns[rows] + trace.dur_ns[rows]).max())
-        cut = at_edge and len(rows) < 0.9 * usual and piece[np.searchsorted(loose, rows[0])] < 0
         steps.passes.append(Pass("partial" if cut else "dummy", None, int(trace.start_ns[rows[0]]), end, len(rows)))
     order = sorted(range(len(steps.passes)), key=lambda i: steps.passes[i].start_ns)
     rank = np.empty(len(order) + 1, np.int64)

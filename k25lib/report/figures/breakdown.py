@@ -1,0 +1,164 @@
+"""Figures of a decode step from a trace: its time by category, its lanes, its kernels, and waiting for other ranks."""
+
+import plotly.graph_objects as go
+
+from k25lib.report.figures.style import colour, layout
+
+_IDLE = ("#C9C9C9", "#DDDDDD", "#EEEEEE")
+_WAIT, _TRANSFER = "#C44E52", "#72B7B2"
+
+
+def step(categories, steps):
+    """A decode step of each capture and rank twice: its kernels by category, and its wall time, busy and idle.
+
+    categories: columns capture, rank, category, ms. steps: capture, rank, busy_ms, idle_in_graph_ms, idle_in_step_ms,
+    idle_between_ms, span_ms; means per decode step. Where the first bar is longer than busy, kernels overlap.
+    """
+    figure = go.Figure()
+    if categories.empty:
+        return _nothing(figure, "A decode step: kernels by category, and wall time")
+    kernels, wall = _label(categories) + ": kernels", _label(steps) + ": wall"
+    for category in categories.groupby("category")["ms"].sum().sort_values(ascending=False).index:
+        mine = categories["category"] == category
+        figure.add_bar(**_bar(category, kernels[mine], categories["ms"][mine], colour(category)))
+    figure.add_bar(**_bar("busy", wall, steps["busy_ms"], "#6B7F99"))
+    idle = (("idle_in_graph_ms", "idle in a graph"), ("idle_in_step_ms", "idle between launches"))
+    for (column, name), shade in zip((*idle, ("idle_between_ms", "idle between steps")), _IDLE, strict=True):
+        figure.add_bar(**_bar(name, wall, steps[column].fillna(0).clip(lower=0), shade))
+    names = [name for pair in zip(dict.fromkeys(kernels), dict.fromkeys(wall), strict=False) for name in pair]
+    entries = 4 + categories["category"].nunique()
+    height = 190 + 44 * len(names) + 20 * (entries // 5)
+    figure.update_layout(**layout("A decode step: kernels by category, and wall time", height), barmode="stack")
+    figure.update_layout(margin={"t": 70 + 22 * (1 + entries // 4)})
+    figure.update_yaxes(categoryorder="array", categoryarray=names[::-1], automargin=True)
+    return figure.update_xaxes(title="ms per decode step")
+
+
+def groupings(frame):
+    """The same kernel time by several groupings, one stacked bar each. Columns: bar, category, ms, percent."""
+    figure = go.Figure()
+    if frame.empty:
+        return _nothing(figure, "Kernel time by the published groupings")
+    for category in frame.groupby("category")["percent"].sum().sort_values(ascending=False).index:
+        mine = frame[frame["category"] == category]
+        bar = _bar(category, mine["bar"], mine["percent"], colour(category))
+        bar["hovertemplate"] = "%{y}<br>" + category + ": %{x:.1f} %, %{customdata:.3f} ms<extra></extra>"
+        figure.add_bar(
+            **bar, customdata=mine["ms"], texttemplate="%{x:.0f}", textposition="inside", insidetextanchor="middle"
+        )
+    names = list(dict.fromkeys(frame["bar"]))
+    title = "Kernel time by the published groupings"
+    figure.update_layout(
+        **layout(title, 180 + 46 * len(names)), barmode="stack", uniformtext={"minsize": 9, "mode": "hide"}
+    )
+    figure.update_layout(margin={"t": 120})
+    figure.update_yaxes(categoryorder="array", categoryarray=names[::-1], automargin=True)
+    return figure.update_xaxes(title="percent of kernel time", range=[0, 101])
+
+
+def lanes(rows, most=4):
+    """The kernels of one step on each stream. Columns: rank, stream, start_us, dur_us, name, category.
+
+    The `most` busiest streams of a rank have a lane each; the others (a CUDA graph may use a hundred) share one.
+    """
+    figure = go.Figure()
+    if rows.empty:
+        return _nothing(figure, "One decode step, stream by stream")
+    rows = rows.assign(lane=_lanes(rows, most))
+    for category in rows.groupby("category")["dur_us"].sum().sort_values(ascending=False).index:
+        mine = rows[rows["category"] == category]
+        figure.add_bar(
+            name=category,
+            orientation="h",
+            y=mine["lane"],
+            x=mine["dur_us"],
+            base=mine["start_us"],
+            marker={"color": colour(category), "line": {"width": 0}},
+            customdata=mine["name"].str.slice(0, 80),
+            hovertemplate="%{customdata}<br>at %{base:.1f} us for %{x:.2f} us<extra>" + category + "</extra>",
+        )
+    names = list(dict.fromkeys(rows.sort_values(["rank", "lane"])["lane"]))
+    figure.update_layout(
+        **layout("One decode step, stream by stream", 190 + 34 * len(names)), barmode="overlay", bargap=0.25
+    )
+    figure.update_layout(margin={"t": 130})
+    figure.update_yaxes(categoryorder="array", categoryarray=names[::-1], automargin=True)
+    return figure.update_xaxes(title="us from the step's first kernel on any rank")
+
+
+def kernels(rows, most=20):
+    """The kernels that take most of a decode step. Columns: name, category, calls, ms (means over ranks)."""
+    figure = go.Figure()
+    if rows.empty:
+        return _nothing(figure, "Kernels by time")
+    rows = rows.nlargest(most, "ms")
+    names = [f"{number}. {_short(name)}" for number, name in enumerate(rows["name"], 1)]
+    for category in dict.fromkeys(rows["category"]):
+        mine = (rows["category"] == category).to_numpy()
+        figure.add_bar(
+            name=category,
+            orientation="h",
+            y=[name for name, chosen in zip(names, mine, strict=True) if chosen],
+            x=rows["ms"][mine],
+            text=[f"{calls:.4g} calls" for calls in rows["calls"][mine]],
+            textposition="outside",
+            cliponaxis=False,
+            marker_color=colour(category),
+            customdata=rows["name"][mine].str.slice(0, 160),
+            hovertemplate="%{customdata}<br>%{x:.4f} ms, %{text}<extra></extra>",
+        )
+    figure.update_layout(**layout("Kernels by time", 160 + 26 * len(rows)), barmode="overlay")
+    figure.update_layout(margin={"t": 110})
+    figure.update_yaxes(categoryorder="array", categoryarray=names[::-1], automargin=True, tickfont={"size": 11})
+    return figure.update_xaxes(title="ms per decode step", range=[0, 1.25 * rows["ms"].max()])
+
+
+def skew(rows):
+    """Collectives of each rank, transfer and waiting. Columns: capture, rank, op, ms, transfer_ms, wait_ms."""
+    figure = go.Figure()
+    if rows.empty:
+        return _nothing(figure, "Collectives: transfer and waiting for other ranks")
+    names = _label(rows) + " · " + rows["op"]
+    figure.add_bar(**_bar("transfer", names, rows["transfer_ms"].astype(float).fillna(0), _TRANSFER))
+    figure.add_bar(**_bar("waiting for other ranks", names, rows["wait_ms"].astype(float).fillna(0), _WAIT))
+    unpaired = rows["ms"].where(rows["transfer_ms"].isna(), 0).astype(float)
+    if unpaired.any():
+        figure.add_bar(**_bar("not told apart (no partner)", names, unpaired, "#8C8C8C"))
+    title = "Collectives: transfer and waiting for other ranks"
+    figure.update_layout(**layout(title, 150 + 34 * len(rows)), barmode="stack")
+    figure.update_yaxes(categoryorder="array", categoryarray=list(names)[::-1], automargin=True)
+    return figure.update_xaxes(title="ms per decode step")
+
+
+def _label(rows):
+    return rows["capture"].astype(str) + ", rank " + rows["rank"].astype(str)
+
+
+def _bar(name, y, x, shade):
+    hover = "%{y}<br>" + name + ": %{x:.4f} ms<extra></extra>"
+    return {"name": name, "y": y, "x": x, "orientation": "h", "marker_color": shade, "hovertemplate": hover}
+
+
+def _short(name, most=44):
+    name = name.removeprefix("void ")
+    return name if len(name) <= most else name[: most - 1] + "…"
+
+
+def _lanes(rows, most):
+    """The lane's name of every row."""
+    busy = rows.groupby(["rank", "stream"])["dur_us"].sum().sort_values(ascending=False)
+    own = {rank: [s for r, s in busy.index if r == rank] for rank in rows["rank"].unique()}
+
+    def lane(rank, stream):
+        streams = own[rank]
+        if len(streams) > most + 1 and stream in streams[most:]:
+            return f"rank {rank}, {len(streams) - most} others"
+        return f"rank {rank}, stream {stream}"
+
+    return [lane(rank, stream) for rank, stream in zip(rows["rank"], rows["stream"], strict=True)]
+
+
+def _nothing(figure, title):
+    text = "no decode step in these captures: nothing to show"
+    figure.update_layout(**layout(title, 180), xaxis={"visible": False}, yaxis={"visible": False})
+    return figure.add_annotation(text=text, showarrow=False, x=0.5, y=0.5, xref="paper", yref="paper")

@@ -1,0 +1,192 @@
+"""Ranks and sessions are told apart; collectives are paired, and waiting is told from transfer."""
+
+import gzip
+import shutil
+
+import pytest
+from generate import BASE_NS, DELAYS_NS, write_capture
+
+from k25lib.errors import UsageError
+from k25lib.trace import ranks
+from k25lib.trace.breakdown import breakdown
+
+SMALL = {"decode": 8, "prefill": 1, "layers": 10, "allreduces": 21}
+
+
+def peeks(*names, rank=None, process=None):
+    return [{"path": f"/x/{name}", "rank": rank, "process": process, "start_ns": 0} for name in names]
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        (["dp0_pp0_tp0_dcp0_ep0_rank0.1.pt.trace.json.gz", "dp1_pp0_tp0_dcp0_ep1_rank0.2.pt.trace.json.gz"], [0, 1]),
+        (
+            [f"dp{d}_pp0_tp{t}_dcp0_ep{2 * d + t}_rank{t}.1.pt.trace.json.gz" for d in (0, 1) for t in (0, 1)],
+            [0, 1, 2, 3],
+        ),
+        (["h18_no_distinfo_rank3.1767189312003.pt.trace.json.gz"], [3]),
+        (["rank-34.Jul_15_10_52_41.1074.pt.trace.json.gz"], [34]),
+        (["1700000000.5-TP-0.trace.json.gz", "1700000000.5-TP-1.trace.json.gz"], [0, 1]),
+        (["pp0_tp1_rank1.pt.trace.json", "pp1_tp0_rank2.pt.trace.json"], [1, 2]),
+        (["host_123.456.pt.trace.json.gz", "host_124.456.pt.trace.json.gz"], [0, 1]),
+    ],
+)
+def test_rank_from_the_name(names, found):
+    known = peeks(*names)
+    ranks.identify(known)
+    assert [p["rank"] for p in known] == found
+    assert all(p["rank_from"] != "distributedInfo" for p in known)
+
+
+def test_distributed_info_is_believed_first():
+    known = peeks("dp0_pp0_tp0_dcp0_ep0_rank0.1.pt.trace.json.gz", rank=7)
+    ranks.identify(known)
+    assert (known[0]["rank"], known[0]["rank_from"]) == (7, "distributedInfo")
+
+
+def test_the_process_name_helps_where_the_file_name_says_nothing():
+    known = peeks("a.json.gz", process="VLLM::Worker_TP3_EP3")
+    ranks.identify(known)
+    assert (known[0]["rank"], known[0]["rank_from"]) == (3, "process name")
+
+
+def test_a_known_delay_is_waiting_of_the_other_rank(tmp_path):
+    """Rank 1 comes 1.25 us late to every collective: rank 0 waits that long in each, rank 1 not at all."""
+    write_capture(tmp_path, 2, (0, 1250), **SMALL)
+    result = breakdown([tmp_path])
+    skew = {(row["rank"], row["op"]): row for row in result["skew"]}
+    transfer_ms = 21 * (7000 + DELAYS_NS - 1250) / 1e6
+    assert skew[0, "allreduce"]["calls"] == skew[1, "allreduce"]["calls"] == 21
+    assert skew[0, "allreduce"]["transfer_ms"] == pytest.approx(transfer_ms)
+    assert skew[1, "allreduce"]["transfer_ms"] == pytest.approx(transfer_ms)
+    assert skew[0, "allreduce"]["wait_ms"] == pytest.approx(21 * 1250 / 1e6)
+    assert skew[1, "allreduce"]["wait_ms"] == pytest.approx(0)
+    assert skew[0, "allreduce"]["late_us"] == pytest.approx(0)
+    assert skew[1, "allreduce"]["late_us"] == pytest.approx(1.25)
+    row = next(r for r in result["collectives"] if r["op"] == "allreduce")
+    assert row["wait_ms"] == pytest.approx(21 * 625 / 1e6)
+    assert row["ms"] == pytest.approx(row["wait_ms"] + row["transfer_ms"])
+
+
+def test_base_times_are_aligned(tmp_path):
+    """The same moments on files with other bases: nothing changes but the text."""
+    write_capture(tmp_path, 2, (0, 1250), **SMALL)
+    other, _ = write_capture(
+        tmp_path / "b", 2, (0, 1250), base_ns=BASE_NS - 10**9, start_ns=5_000_001_000_000_000, **SMALL
+    )
+    same = breakdown([tmp_path / other[0].name, other[1]])
+    assert same["collectives"] == breakdown(sorted(tmp_path.glob("*.gz")))["collectives"]
+
+
+def test_clocks_that_differ_are_told_and_taken_off(tmp_path):
+    write_capture(tmp_path, 2, (0, 1250), **SMALL)
+    other, _ = write_capture(tmp_path / "b", 2, (0, 1250), start_ns=5_000_000_003_000_000, **SMALL)
+    result = breakdown([sorted(tmp_path.glob("*.gz"))[0], other[1]])
+    skew = {(row["rank"], row["op"]): row for row in result["skew"]}
+    assert skew[1, "allreduce"]["clock_us"] == pytest.approx(3000)
+    assert skew[1, "allreduce"]["late_us"] == pytest.approx(1.25)
+    assert any(loss["kind"] == "collectives" and "apart" in loss["detail"] for loss in result["losses"])
+
+
+def test_a_missing_rank_is_told(tmp_path):
+    paths, _ = write_capture(tmp_path, 3, **SMALL)
+    paths[1].unlink()
+    result = breakdown([tmp_path])
+    assert result["capture"]["ranks"] == [0, 2]
+    assert result["capture"]["missing_ranks"] == [1]
+    assert result["capture"]["world_size"] == 3
+    assert any(loss["kind"] == "missing ranks" for loss in result["losses"])
+
+
+def test_a_rank_that_lost_its_end_is_paired_by_time(tmp_path):
+    paths, _ = write_capture(tmp_path, 2, (0, 1250), **SMALL)
+    data = paths[1].read_bytes()
+    paths[1].write_bytes(data[: int(len(data) * 0.7)])
+    result = breakdown([tmp_path])
+    skew = {(row["rank"], row["op"]): row for row in result["skew"]}
+    assert {loss["kind"] for loss in result["losses"]} >= {"truncated", "collectives"}
+    assert skew[0, "allreduce"]["wait_ms"] == pytest.approx(21 * 1250 / 1e6)
+
+
+def test_two_files_that_claim_one_rank(damaged):
+    result = breakdown(sorted(damaged.glob("h19*")))
+    assert result["capture"]["files"] == 2
+    assert [clash["rank"] for clash in result["capture"]["clashes"]] == [0]
+    assert len(result["capture"]["clashes"][0]["files"]) == 2
+    assert [row["rank"] for row in result["per_step"] if row["batch"] == "all"] == [0, 0]
+    sums = [row["kernel_sum_ms"] for row in result["per_step"] if row["batch"] == "all"]
+    assert sums == pytest.approx([0.782195, 0.738957])
+
+
+def test_sessions_of_one_folder_are_not_merged(tmp_path, c64):
+    write_capture(tmp_path, 2, **SMALL)
+    write_capture(
+        tmp_path,
+        2,
+        name="dp0_pp0_tp{r}_dcp0_ep{r}_rank{r}.1999{r}",
+        start_ns=5_001_000_000_000_000,
+        **SMALL | {"decode": 5},
+    )
+    for file in c64.glob("*.gz"):
+        shutil.copy(file, tmp_path)
+    result = breakdown([tmp_path])
+    sessions = result["capture"]["sessions"]
+    assert [len(s["files"]) for s in sessions] == [2, 2, 2]
+    assert [s["ranks"] for s in sessions] == [[0, 1]] * 3
+    assert [s["used"] for s in sessions] == [False, False, True]
+    assert result["steps"]["by_batch"] == {"5": 1, "44": 1, "62": 1, "63": 1, "64": 3}
+    assert next(loss for loss in result["losses"] if loss["kind"] == "other sessions")["count"] == 4
+    assert [breakdown([tmp_path], session=i)["steps"]["decode"] for i in (0, 1, 2)] == [8, 5, 7]
+    with pytest.raises(UsageError, match="numbered from 0"):
+        breakdown([tmp_path], session=3)
+
+
+def test_captures_in_folders_of_one_folder_are_not_merged(tmp_path):
+    write_capture(tmp_path / "c1", 2, **SMALL)
+    write_capture(tmp_path / "c64", 2, batch=64, **SMALL)
+    result = breakdown([tmp_path])
+    assert [len(s["files"]) for s in result["capture"]["sessions"]] == [2, 2]
+    assert result["capture"]["files"] == 2
+    assert result["capture"]["clashes"] == []
+
+
+def test_the_real_capture(c1):
+    result = breakdown([c1])
+    allreduce = next(row for row in result["collectives"] if row["op"] == "allreduce")
+    assert allreduce["calls"] == 123
+    assert allreduce["ms"] == pytest.approx(allreduce["wait_ms"] + allreduce["transfer_ms"])
+    assert 0.8 < allreduce["transfer_ms"] < 0.97
+    assert all(abs(row["clock_us"]) < 2 for row in result["skew"])
+
+
+def test_data_parallel_ranks_pair_decode_with_dummy_steps(dp):
+    """A decode step of one rank is a dummy pass of the other: the session's calls pair, not the decode steps'."""
+    result = breakdown([dp])
+    rows = {row["op"]: row for row in result["collectives"]}
+    assert set(rows) == {"allgather", "reducescatter"}
+    assert rows["allgather"]["calls"] == rows["reducescatter"]["calls"] == 20
+    for row in rows.values():
+        assert row["ms"] == pytest.approx(row["wait_ms"] + row["transfer_ms"])
+        assert row["transfer_ms"] < 0.5 * row["ms"]
+    assert result["capture"]["parallel"] == {"dp": 2, "pp": 1, "tp": 1, "ep": True}
+
+
+def test_replicas_of_tensor_parallel_groups(tmp_path):
+    """Two data-parallel replicas of two ranks each: an AllReduce is one of a replica, not of all four ranks."""
+    for d in (0, 1):
+        name = f"dp{d}_pp0_tp{{r}}_dcp0_ep0_rank{{r}}.9"
+        paths, _ = write_capture(
+            tmp_path / f"d{d}", 2, (0, 1000), name=name, start_ns=5_000_000_000_000_000 + d * 4_321_000, **SMALL
+        )
+        for r, path in enumerate(paths):
+            text = gzip.decompress(path.read_bytes()).replace(
+                f'"rank": {r}, "world_size": 2'.encode(), f'"rank": {2 * d + r}, "world_size": 4'.encode()
+            )
+            (tmp_path / path.name).write_bytes(gzip.compress(text, 1))
+            path.unlink()
+        (tmp_path / f"d{d}").rmdir()
+    result = breakdown([tmp_path])
+    assert result["capture"]["ranks"] == [0, 1, 2, 3]
+    waits = [row["wait_ms"] for row in result["skew"] if row["op"] == "allreduce"]
+    assert waits == pytest.approx([21 * 1000 / 1e6, 0, 21 * 1000 / 1e6, 0])
