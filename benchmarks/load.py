@@ -42,20 +42,12 @@ def vllm(args, url, concurrency, number, folder):
 
 def guidellm(args, url, concurrency, number, folder):
     """The same for guidellm; what it calls ITL is TPOT here."""
-    data = f"prompt_tokens={INPUT_TOKENS},output_tokens={OUTPUT_TOKENS}"
-    command = [
-        args.guidellm,
-        "benchmark",
-        "run",
-        "--target",
-        url,
-        "--profile",
-        "concurrent",
-        "--rate",
-        str(concurrency),
-    ]
-    command += ["--max-requests", str(number), "--data", data, "--processor", args.tokenizer, "--model", "truth"]
-    command += ["--request-format", "/v1/completions", "--output-dir", folder, "--outputs", "json"]
+    command = [args.guidellm, "run", "--disable-console", "--profile", f"kind=concurrent,streams={concurrency}"]
+    command += ["--backend", f"kind=openai_http,target={url},model=truth,request_format=/v1/completions"]
+    command += ["--constraint", f"kind=max_requests,count={number}"]
+    command += ["--tokenizer", f"kind=hf_auto,model={args.tokenizer}"]
+    command += ["--data", f"kind=synthetic_text,prompt_tokens={INPUT_TOKENS},output_tokens={OUTPUT_TOKENS}"]
+    command += ["--output", f"kind=json,path={folder}/out.json"]
 
     def read():
         metrics = json.loads(next(Path(folder).glob("*.json")).read_text())["benchmarks"][0]["metrics"]
@@ -70,7 +62,15 @@ def aiperf(args, url, concurrency, number, folder):
     command = [args.aiperf, "profile", "-m", "truth", "-u", url, "--endpoint-type", "completions", "--streaming"]
     command += ["--tokenizer", args.tokenizer, "--concurrency", str(concurrency), "--request-count", str(number)]
     command += ["--synthetic-input-tokens-mean", str(INPUT_TOKENS), "--output-tokens-mean", str(OUTPUT_TOKENS)]
-    command += ["--extra-inputs", "ignore_eos:true", "--artifact-dir", folder, "--ui-type", "none"]
+    command += [
+        "--extra-inputs",
+        "ignore_eos:true",
+        "--use-server-token-count",
+        "--artifact-dir",
+        folder,
+        "--ui-type",
+        "none",
+    ]
 
     def read():
         found = json.loads(next(Path(folder).rglob("*aiperf.json")).read_text())
@@ -85,7 +85,7 @@ def tool(name, args, concurrency, rounds):
     with truth_server() as url, tempfile.TemporaryDirectory() as folder:
         command, read = globals()[name](args, url, concurrency, concurrency * rounds, folder)
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        environment = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        environment = os.environ | {"VLLM_NO_USAGE_STATS": "1"}
         done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         log = [(arrived, sends) for arrived, sends in true_times(url).values() if len(sends) == OUTPUT_TOKENS]

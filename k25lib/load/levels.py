@@ -3,6 +3,7 @@
 from collections import Counter
 
 import numpy as np
+from scipy.special import stdtrit
 
 from k25lib.load.counters import crosscheck, pooled, prefix_hit_rate
 from k25lib.load.metrics import latencies, rounded, run_figures
@@ -30,6 +31,7 @@ def level(runs, concurrency, rate, slo, gpus, honest_concurrency):
     for name in ("output_tok_s", "output_tok_s_overall", "request_s", "in_flight_mean", "goodput"):
         found[name] = _mean(figures, name)
     found["wave_tok_s"] = [rounded(rate) for each in figures for rate in each["wave_tok_s"]]
+    found["output_tok_s_low"], found["output_tok_s_high"] = interval(found["output_tok_s"], found["wave_tok_s"])
     found |= latencies(measured)
     found["goodput_unit"] = "requests/s within the SLO" if slo else None
     sources = {request.row["tokens_from"] for request in measured if request.ok}
@@ -45,6 +47,15 @@ def level(runs, concurrency, rate, slo, gpus, honest_concurrency):
     found["crosscheck"] = crosscheck(_as_the_server_counts(every), found["server"])
     found["client"] = client_state(figures, found, concurrency, rate, honest_concurrency)
     return found
+
+
+def interval(output_tok_s, wave_tok_s):
+    """95 % interval of a throughput from its waves (Student's t on their logarithms); None, None for a single wave."""
+    size = len(wave_tok_s)
+    if output_tok_s is None or size < 2:
+        return None, None
+    margin = stdtrit(size - 1, 0.975) * np.log(wave_tok_s).std(ddof=1) / size**0.5
+    return rounded(output_tok_s * np.exp(-margin)), rounded(output_tok_s * np.exp(margin))
 
 
 def _total(figures, name):

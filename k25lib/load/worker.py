@@ -329,6 +329,8 @@ def main():
     signal.signal(signal.SIGTERM, lambda *_: setattr(worker, "stopped", True))
     try:
         emit("result", worker.run())
+    except BrokenPipeError:
+        return  # the parent is gone, and nobody waits for a result
     except OSError as error:
         emit("error", str(error))
 

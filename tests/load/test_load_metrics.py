@@ -124,6 +124,13 @@ def test_above_the_honest_concurrency_is_marked():
     assert "above the honest concurrency" in state["why"]
 
 
+def test_the_interval_of_a_throughput():
+    low, high = levels.interval(100.0, [95.0, 105.0, 95.0, 105.0])
+    assert low * high == pytest.approx(100**2, rel=1e-4)
+    assert high == pytest.approx(100 * math.exp(3.18245 * np.std(np.log([95, 105] * 2), ddof=1) / 2), rel=1e-4)
+    assert levels.interval(100.0, [95.0]) == (None, None) == levels.interval(None, [1.0, 2.0])
+
+
 # --- plateau
 
 

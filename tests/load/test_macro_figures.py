@@ -10,6 +10,8 @@ LEVELS = pd.DataFrame(
         "concurrency": [4, 1, 8],
         "rate": [None] * 3,
         "output_tok_s": [300.0, 100.0, None],
+        "output_tok_s_low": [290.0, None, None],
+        "output_tok_s_high": [320.0, None, None],
         "tpot_ms_mean": [12.0, 10.0, None],
         "tpot_ms_low": [11.0, 9.5, None],
         "tpot_ms_high": [14.0, 10.5, None],
@@ -28,6 +30,7 @@ def test_throughput_is_in_order_and_marks_what_is_not_usable():
     rate, tpot = macro.throughput(LEVELS).data
     assert (list(rate.x), list(rate.y)) == (["C=1", "C=4"], [100, 300])  # the level without a figure is left out
     assert list(rate.marker.symbol) == ["circle", "circle-open"]
+    assert rate.error_y.array[1] == 20 and rate.error_y.arrayminus[1] == 10
     assert list(tpot.error_y.array) == [0.5, 2] and list(tpot.error_y.arrayminus) == [0.5, 1]
     assert "not usable" in macro.throughput(LEVELS).layout.title.text
 

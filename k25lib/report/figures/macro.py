@@ -38,20 +38,26 @@ def _marker(levels, colour):
     return {"symbol": symbols, "size": 9, "color": colour}
 
 
+def _spread(levels, name, suffix=""):
+    """Error bars from the columns `<name>_low` and `<name>_high`."""
+    value, low, high = (levels[name + each].astype(float) for each in (suffix, "_low", "_high"))
+    return {"array": high - value, "arrayminus": value - low}
+
+
 def throughput(levels):
-    """Output throughput (tok/s) and TPOT (ms, mean with its 95 % interval) against concurrency or rate."""
+    """Output throughput (tok/s) and mean TPOT (ms) against concurrency or rate, with their 95 % intervals."""
     levels = _known(levels)
     figure = make_subplots(specs=[[{"secondary_y": True}]])
     if not levels.empty:
         line = {"x": levels["level"], "mode": "lines+markers"}
+        solid, dots = {"color": RATE}, {"color": LATENCY, "dash": "dot"}
+        spread, marker = _spread(levels, "output_tok_s"), _marker(levels, RATE)
         figure.add_scatter(
-            y=levels["output_tok_s"], name="throughput", line_color=RATE, marker=_marker(levels, RATE), **line
+            y=levels["output_tok_s"], name="throughput", error_y=spread, line=solid, marker=marker, **line
         )
-        mean = levels["tpot_ms_mean"]
-        spread = {"array": levels["tpot_ms_high"] - mean, "arrayminus": mean - levels["tpot_ms_low"]}
-        dots = {"color": LATENCY, "dash": "dot"}
+        spread, marker = _spread(levels, "tpot_ms", "_mean"), _marker(levels, LATENCY)
         figure.add_scatter(
-            y=mean, name="TPOT", line=dots, marker=_marker(levels, LATENCY), error_y=spread, secondary_y=True, **line
+            y=levels["tpot_ms_mean"], name="TPOT", error_y=spread, line=dots, marker=marker, secondary_y=True, **line
         )
     figure.update_xaxes(title_text="concurrency (requests in flight), or rate", type="category")
     figure.update_yaxes(title_text="output throughput, tok/s", rangemode="tozero", secondary_y=False)
