@@ -16,7 +16,8 @@ class Config:
         nested = raw.get("text_config")
         self.text = {**(nested if isinstance(nested, dict) else raw), **(overrides or {})}
         self.prefix = "language_model." if isinstance(nested, dict) else ""
-        self.architecture = _first(self.text) or _first(raw) or "none named"
+        self.architectures = [name for name in (_first(raw), _first(self.text)) if name]
+        self.architecture = self.architectures[0] if self.architectures else "none named"
         self.model_type = str(self.text.get("model_type"))
         self.quantization = self.text.get("quantization_config") or raw.get("quantization_config")
         self.dtype = next(
@@ -54,7 +55,7 @@ class Config:
         """Name of the builder that knows this architecture; K25Error that names the architecture otherwise."""
         families = tomllib.loads((Path(__file__).parent / "families.toml").read_text())
         for name, family in families.items():
-            if self.architecture in family["architectures"] or self.model_type in family["model_types"]:
+            if self.model_type in family["model_types"] or set(self.architectures) & set(family["architectures"]):
                 return name
         known = ", ".join(sorted(a for family in families.values() for a in family["architectures"]))
         raise K25Error(

@@ -257,6 +257,11 @@ def test_an_unknown_architecture_is_named(load):
         load({"architectures": ["MambaForCausalLM"], "model_type": "mamba"})
 
 
+def test_a_wrapper_round_a_known_text_model(load):
+    model = load({"architectures": ["SomeWrapper"], "text_config": LLAMA_8B})
+    assert (model.architecture, model.parameters()["total"]) == ("SomeWrapper", 8_030_261_248)
+
+
 def test_an_unknown_quantization_is_named(load):
     with pytest.raises(K25Error, match="'bitsandbytes' is not known; known: compressed-tensors, gptq"):
         load(LLAMA_8B, quantization_config={"quant_method": "bitsandbytes"}).step()

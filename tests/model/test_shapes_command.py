@@ -13,7 +13,7 @@ CONFIG = str(Path(__file__).parents[2] / "data/reference/kimi-k2.5/config.json")
 def test_json(capsys):
     assert main(["shapes", CONFIG, "--tp", "8", "--batch", "1", "--hardware", "RTX PRO 6000", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
-    assert result["schema"] == "k25.shapes/1"
+    assert (result["schema"], result["architecture"]) == ("k25.shapes/1", "KimiK25ForConditionalGeneration")
     assert {"name", "n", "k", "matrices", "dtype", "calls_per_step", "bytes_per_step"} <= set(result["gemms"][0])
     assert {"op", "bytes", "calls_per_step"} <= set(result["collectives"][0])
     assert result["weight_bytes_read_per_step"] == 6030145536
