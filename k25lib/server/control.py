@@ -3,13 +3,15 @@
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import time
 import tomllib
+import weakref
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory, TemporaryFile
+from tempfile import TemporaryFile, mkdtemp
 from urllib.parse import urlsplit
 
 from k25lib.errors import K25Error, UsageError
@@ -72,12 +74,12 @@ class Control:
         log = found["log"] or log
         if not log:
             raise K25Error("the server's output goes to no file: set control.log to a file for the restarted one's")
-        folder = TemporaryDirectory(prefix="k25-control-")  # goes with the control
-        pid_file = Path(folder.name) / "pid"
+        folder = mkdtemp(prefix="k25-control-")
+        pid_file = Path(folder) / "pid"
         pid_file.write_text(f"{found['pid']} {start_time(found['pid'])}\n", encoding="ascii")
         values = {"command": shlex.join(found["argv"]), "log": str(log), "cwd": found["cwd"], "pid_file": str(pid_file)}
         control = cls({"preset": "process", **values}, environment=process.environment(found["pid"]), **more)
-        control.folder = folder
+        weakref.finalize(control, shutil.rmtree, folder, ignore_errors=True)
         return control
 
     def command(self, action, mark="", flags=()):

@@ -51,7 +51,8 @@ class LogCommand:
             ["sh", "-c", command], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             start_new_session=True,
         )  # fmt: skip
-        threading.Thread(target=self._collect, daemon=True).start()
+        self._reader = threading.Thread(target=self._collect, daemon=True)
+        self._reader.start()
 
     def _collect(self):
         while data := self._process.stdout.read1(65536):
@@ -69,6 +70,8 @@ class LogCommand:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGTERM)
         self._process.wait()
+        self._reader.join(5.0)
+        self._process.stdout.close()
 
 
 def wait_until_ready(

@@ -89,10 +89,9 @@ def test_found_and_stopped_by_another(fake_vllm):
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_ends_with_its_caller(fake_vllm, number):
-    caller = subprocess.Popen([sys.executable, "-c", CALLER, fake_vllm], stdout=subprocess.PIPE, text=True)
-    folder = caller.stdout.readline().strip()
-    caller.send_signal(number)
-    caller.wait()
+    with subprocess.Popen([sys.executable, "-c", CALLER, fake_vllm], stdout=subprocess.PIPE, text=True) as caller:
+        folder = caller.stdout.readline().strip()
+        caller.send_signal(number)
     wait_until(lambda: "ended" in read_state(folder))
     assert_nothing_left(read_state(folder))
 
