@@ -36,10 +36,10 @@ def normalise_url(url):
     url = url.strip()
     if "://" not in url:
         url = f"http://{url}"
-    parts = urlsplit(url)
     try:
+        parts = urlsplit(url)
         valid = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
-    except ValueError:
+    except ValueError:  # a port that is no number, brackets that don't close
         valid = False
     if not valid:
         raise UsageError(f"{url!r} is no server URL: give something like http://127.0.0.1:8000")
@@ -53,6 +53,7 @@ class Client:
         self.url = normalise_url(url)
         self.timeout_s = timeout_s
         self.session = requests.Session()
+        self.session.trust_env = urlsplit(self.url).hostname not in ("127.0.0.1", "localhost", "::1")  # no proxy to us
         key = api_key or os.environ.get("K25_API_KEY")
         if key:
             self.session.headers["Authorization"] = f"Bearer {key}"
@@ -85,6 +86,10 @@ class Client:
 
     def _json(self, path):
         answer = self._call("GET", path)
+        if answer.status_code in (502, 503, 504):
+            raise NotReady(
+                f"{self.shown_url}: status {answer.status_code}; a proxy answers, the server behind it not yet"
+            )
         try:
             answer.raise_for_status()
             return answer.json()

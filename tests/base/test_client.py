@@ -62,6 +62,12 @@ def test_something_that_is_no_vllm_is_told(answers, models):
         Client(answers["url"]).ready()
 
 
+def test_a_proxy_in_front_of_a_starting_server_is_not_ready_yet(answers):
+    answers.update({"/health": (200, ""), "/v1/models": (503, "")})
+    with pytest.raises(NotReady, match="behind it not yet"):
+        Client(answers["url"]).ready()
+
+
 def test_an_unknown_model_lists_the_served_ones(answers):
     answers.update(HEALTHY)
     with pytest.raises(UsageError, match="serves tiny, not 'big'"):
@@ -125,7 +131,9 @@ def test_urls(given, url):
     assert normalise_url(given) == url
 
 
-@pytest.mark.parametrize("given", ["", "http://", "ftp://h", "http://h:port", "http://h:99999", "/just/a/path"])
+@pytest.mark.parametrize(
+    "given", ["", "http://", "ftp://h", "http://h:port", "http://h:99999", "/just/a/path", "http://[bad"]
+)
 def test_no_urls(given):
     with pytest.raises(UsageError, match="no server URL"):
         normalise_url(given)
