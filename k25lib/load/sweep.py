@@ -177,7 +177,7 @@ class _Sweeper:
 
         def tick(done, in_flight):
             self.counters.tick()
-            if time.monotonic() - self.last_said_s > 2 and done:
+            if time.monotonic() - self.last_said_s > 5 and done:
                 self.last_said_s = time.monotonic()
                 took_s = self.last_said_s - began_s
                 left_s = took_s / done * (number - done) + self.later_s(took_s * concurrency / done)
