@@ -10,6 +10,7 @@ import numpy as np
 from k25lib.load.stream import Outcome
 
 LATENCIES = ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")
+SUMMARY = ("mean", "low", "high", "p50", "p90", "p99", "n")
 RESAMPLES = 1000
 
 
@@ -95,9 +96,8 @@ def summary(groups, weights=None):
         every = np.concatenate([weight for _, weight in pairs])
         quantiles = np.quantile(values, (0.5, 0.9, 0.99), weights=every, method="inverted_cdf")
     low, high = np.quantile(means, (0.025, 0.975))
-    figures = [sums.sum() / totals.sum(), low, high, *quantiles]
-    named = dict(zip(("mean", "low", "high", "p50", "p90", "p99"), map(rounded, figures), strict=True))
-    return named | {"n": round(float(totals.sum()))}
+    figures = map(rounded, (sums.sum() / totals.sum(), low, high, *quantiles))
+    return dict(zip(SUMMARY, (*figures, round(float(totals.sum()))), strict=True))
 
 
 def latencies(requests):

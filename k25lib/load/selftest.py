@@ -87,7 +87,9 @@ def fidelity(url, concurrency, rounds=2):
             client = (request.row["ttft_ms"] * 1e6, request.row["tpot_ms"] * 1e6)
             pairs.append((client, (sends_ns[0] - arrived_ns, tpot_ns)))
     if len(pairs) != concurrency * rounds:
-        raise K25Error(f"the self-test lost {concurrency * rounds - len(pairs)} requests on loopback")
+        raise K25Error(
+            f"the self-test lost {concurrency * rounds - len(pairs)} requests on loopback; --no-selftest goes without"
+        )
     start, end = steady_window(ours, concurrency)
     true_in_flight = sum(max(0, min(last, end) - max(first, start)) for first, last in truths) / (end - start)
     lags = np.concatenate([request.lags_ns for request in ours])

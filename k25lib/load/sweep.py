@@ -10,7 +10,7 @@ from k25lib.errors import K25Error, UsageError
 from k25lib.load.counters import Counters
 from k25lib.load.drive import Driver, check_descriptors
 from k25lib.load.levels import level
-from k25lib.load.metrics import Request
+from k25lib.load.metrics import LATENCIES, SUMMARY, Request
 from k25lib.load.plateau import plateau
 from k25lib.load.prompts import Prompts, Target
 from k25lib.load.selftest import selftest as test_the_client
@@ -42,9 +42,11 @@ class Sweep:
 
 
 def _flat(value, prefix=""):
-    """A level as one table row: nested dicts become columns, lists and None-only parts stay out."""
+    """A level as one table row: what is nested becomes columns, lists stay out."""
     row = {}
     for key, each in value.items():
+        if each is None and key in LATENCIES:
+            each = dict.fromkeys(SUMMARY)
         if isinstance(each, dict) and key != "errors":
             row |= _flat(each, f"{prefix}{key}_")
         elif key == "errors":
@@ -175,7 +177,7 @@ class _Sweeper:
 
         def tick(done, in_flight):
             self.counters.tick()
-            if time.monotonic() - self.last_said_s > 2 and done:
+            if time.monotonic() - self.last_said_s > 5 and done:
                 self.last_said_s = time.monotonic()
                 took_s = self.last_said_s - began_s
                 left_s = took_s / done * (number - done) + self.later_s(took_s * concurrency / done)
@@ -307,9 +309,10 @@ def _measure(found, sweeper, wanted):
 
 def _line(each):
     name = f"C={each['concurrency']}" if each["rate"] is None else f"{each['rate']:g} requests/s"
-    if not each["tpot_ms"] or each["output_tok_s"] is None:
+    if not each["ttft_ms"]:
         return f"{name}: {each['failed']} of {each['requests']} requests failed ({each['errors']})"
     marks = "".join([", VOID: prefix hits" * each["void"], ", CLIENT-LIMITED" * each["client"]["limited"]])
     failed = f", {each['failed']} of {each['requests']} failed" if each["failed"] else ""
-    rates = f"{each['output_tok_s']:.1f} tok/s, TPOT {each['tpot_ms']['mean']:.2f} ms"
-    return f"{name}: {rates}, TTFT p50 {each['ttft_ms']['p50']:.1f} ms{failed}{marks}"
+    tpot = f"{each['tpot_ms']['mean']:.2f} ms" if each["tpot_ms"] else "-"
+    rates = f"{each['output_tok_s'] or 0:.1f} tok/s, TPOT {tpot}, TTFT p50 {each['ttft_ms']['p50']:.1f} ms"
+    return f"{name}: {rates}{failed}{marks}"

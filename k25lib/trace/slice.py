@@ -14,10 +14,10 @@ CPU = ("cpu_op", "cuda_runtime", "cuda_driver", "user_annotation")
 
 
 def lanes(paths, step=0, categories=None):
-    """The kernels of the decode step number `step` (0 is the first whole one) of every rank.
+    """The kernels of every rank in the lowest rank's decode step number `step` (0 is the first whole one).
 
-    Rows of dicts: rank, stream, start_us (from the step's first kernel of all ranks), dur_us, name, category; and one
-    with stream "annotation" for each annotation on it. For a CPU trace a stream is a thread.
+    Rows of dicts: rank, stream, start_us (from the first kernel on any rank), dur_us, name, category. For a CPU trace a
+    stream is a thread.
     """
     rules, rows = Categories(categories), []
     for peek, trace, chosen, of in _steps(paths, step, rules):
@@ -61,21 +61,34 @@ def cut(paths, step, target):
 
 
 def _steps(paths, step, rules):
-    """For each rank of the newest session: (what is known of the file, its Trace, the pass of that decode step, pass
-    of every event)."""
+    """For each rank of the newest session: (what is known of the file, its Trace, its pass at the time of the lowest
+    rank's decode step, pass of every event). An idle data-parallel rank's is a dummy pass."""
+
+    def overlap(trace, p):
+        return (
+            min(trace.origin_ns + p.end_ns, lead[1]) - max(trace.origin_ns + p.start_ns, lead[0]) if p.kernels else -1
+        )
+
     traces, _ = breakdown.find_files(paths)
     peeks = [kineto.peek(path) for path in traces]
     ranks.identify(peeks)
     if not peeks:
         raise K25Error("a slice needs trace files; a profiler's text table has no times")
-    for peek in sorted(ranks.sessions(peeks)[-1], key=lambda peek: peek["rank"]):
+    lead = None
+    for peek in ranks.sessions(peeks)[-1]:
         trace = kineto.read(peek["path"], launches=True)
         found = steps.find(trace, rules.category, lambda t=trace: t.launches)
         kind = "decode" if any(p.kind == "decode" for p in found.passes) else "decode_eager"
         decode = [i for i, p in enumerate(found.passes) if p.kind == kind]
-        if not 0 <= step < len(decode):
+        if not lead and not 0 <= step < len(decode):
             raise UsageError(f"no decode step {step} in {peek['path']}: it has {len(decode)}, numbered from 0")
-        yield peek, trace, decode[step], found.of
+        chosen = (
+            decode[step] if not lead else max(range(len(found.passes)), key=lambda i: overlap(trace, found.passes[i]))
+        )
+        if lead and overlap(trace, found.passes[chosen]) <= 0:
+            continue
+        lead = lead or (trace.origin_ns + found.passes[chosen].start_ns, trace.origin_ns + found.passes[chosen].end_ns)
+        yield peek, trace, chosen, found.of
 
 
 def _events(peek, trace, begin, end, launched, first):

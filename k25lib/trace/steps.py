@@ -301,12 +301,17 @@ def _classify(steps, trace):
             p.kind = "decode_eager"
     work = [p for p in steps.passes if p.kernels]
     decode = [p for p in work if p.kind in ("decode", "decode_eager")]
+    sizes = {}
     for p in decode:
-        alike = [q.kernels for q in decode if (q.kind, q.batch) == (p.kind, p.batch)]
-        strict = len(alike) > 2 and p.batch is not None  # enough of its own size to compare with
-        usual = np.median(alike if strict else [q.kernels for q in decode])
+        sizes.setdefault((p.kind, p.batch), []).append(p.kernels)
+    usual = {key: np.median(counts) for key, counts in sizes.items()}
+    usual_of_all = np.median([p.kernels for p in decode] or [0])
+    for p in decode:
+        key = p.kind, p.batch
+        strict = len(sizes[key]) > 2 and p.batch is not None  # enough of its own size to compare with
         at_edge = trace.truncated or p is work[0] or p is work[-1]
-        p.is_cut = p.kernels < usual * ((0.98 if strict else 0.8) if at_edge else 0.5)
+        share = (0.98 if strict else 0.8) if at_edge else 0.5
+        p.is_cut = p.kernels < share * (usual[key] if strict else usual_of_all)
     for p in steps.passes:
         if p.kind in ("decode", "decode_eager") and (p.is_cut or not p.kernels):
             p.kind = "partial"

@@ -72,6 +72,13 @@ def test_repeats_have_new_prompts_and_are_pooled():
     assert found.result["levels"][0]["requests"] == 12 and found.result["levels"][0]["repeats"] == 3
 
 
+def test_answers_of_one_token(truth):
+    found = sweep(truth, "truth", [2], output_tokens=1, requests_per_slot=2, selftest=False)
+    found.check()
+    (row,) = found.tables()["levels"]
+    assert (row["tpot_ms_mean"], row["itl_ms_mean"]) == (None, None) and row["ttft_ms_mean"] > 0
+
+
 @pytest.mark.slow
 def test_open_loop(truth):
     found = sweep(truth, "truth", rate=40, max_seconds=1, output_tokens=4, input_tokens=8, seed=5, selftest=False)

@@ -96,6 +96,7 @@ def rank_events(
     correlations=True,
     graph=True,
     seed=0,
+    python_events=0,
     start_ns=5_000_000_000_000_000,
 ):
     """Events of one rank, and what is true of them: {"kernels", "decode_sum_ns", "passes"}.
@@ -173,6 +174,11 @@ def rank_events(
                     "gpu_user_annotation", name, 0, 7, piece[0], piece[1] - piece[0], f'"External id": {external}'
                 )
                 events.append(mark)
+        for i in range(python_events):  # what stacks add, so that a file can have a real one's size
+            frame = f"vllm/v1/worker/gpu_model_runner.py({rnd.randrange(2000)}): {rnd.getrandbits(40):x}"
+            ids = f'"Python parent id": {rnd.randrange(10**6)}, "Python id": {i}, "Ev Idx": {rnd.randrange(10**7)}'
+            at = cpu + rnd.randrange(800_000)
+            events.append(complete("python_function", frame, pid, pid, at, rnd.randrange(90_000), ids))
         truth["passes"] += 1
         now += gap_ns
     return events, truth
@@ -191,7 +197,12 @@ def write_capture(folder, ranks=2, delays_ns=(), level=1, name=None, base_ns=BAS
         events, truth = rank_events(rank, delay_ns=delay, **settings)
         stem = (name or "dp0_pp0_tp{r}_dcp0_ep{r}_rank{r}.1767189312{r:03d}").format(r=rank)
         path = folder / f"{stem}.pt.trace.json.gz"
-        path.write_bytes(gzip.compress(wrap(events, rank, ranks, base_ns).encode(), level))
+        head, foot = wrap(["|"], rank, ranks, base_ns).split("|")
+        with gzip.open(path, "wb", level) as file:
+            file.write(head.encode())
+            for i in range(0, len(events), 10_000):
+                file.write(((",\n" if i else "") + ",\n".join(events[i : i + 10_000])).encode())
+            file.write(foot.encode())
         paths.append(path)
         truths.append(truth)
     return paths, truths
@@ -211,5 +222,14 @@ if __name__ == "__main__":
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--steps", type=int, default=520)
     parser.add_argument("--others", type=int, default=26)
+    parser.add_argument("--python-events", type=int, default=3000, help="of each pass")
     options = parser.parse_args()
-    write_capture(options.folder, options.ranks, decode=options.steps, prefill=5, others=options.others, level=6)
+    write_capture(
+        options.folder,
+        options.ranks,
+        decode=options.steps,
+        prefill=5,
+        others=options.others,
+        python_events=options.python_events,
+        level=6,
+    )

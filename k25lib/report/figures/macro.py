@@ -15,7 +15,7 @@ def _known(levels):
     """The levels that have figures, in order of load, with a column `level` that names each."""
     if levels.empty:
         return levels
-    levels = levels[levels["output_tok_s"].notna() & levels["tpot_ms_mean"].notna()]
+    levels = levels[levels["output_tok_s"].notna()]
     levels = levels.assign(level=[_name(*pair) for pair in zip(levels["concurrency"], levels["rate"], strict=True)])
     return levels.sort_values(["concurrency", "rate"])
 
