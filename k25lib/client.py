@@ -176,6 +176,10 @@ class Client:
 
         return total("vllm:num_requests_running"), total("vllm:num_requests_waiting")
 
+    def has_profiler(self):
+        """True if the server has a profiler: then a stop without a start is 200 and does nothing, else 404."""
+        return self._call("POST", "/stop_profile", timeout_s=60.0).status_code != 404
+
     def start_profile(self):
         """Start the profiler. A 409 means that it runs already (0.32; older versions answer 200 twice)."""
         return self._profile("/start_profile", 60.0)

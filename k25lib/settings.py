@@ -39,14 +39,17 @@ class Server:
     config: str = ""
     traces: str = ""
     log: str = ""
+    busy_wait_s: int = 300
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that a campaign is told: `notebooks` maps a table's name to its notebook's parameters."""
+    """Everything that a campaign is told: `notebooks` maps a table's name to its notebook's parameters, `control` holds
+    what server.control.Control takes (and checks)."""
 
     campaign: Campaign = field(default_factory=Campaign)
     server: Server = field(default_factory=Server)
+    control: dict = field(default_factory=dict)
     notebooks: dict = field(default_factory=dict)
     embedded: dict = field(default_factory=dict)
 
@@ -75,18 +78,24 @@ def load_settings(path, overrides=()):
 def from_tree(tree):
     """Settings from a parsed tree (campaign.toml's, or the one that a manifest keeps)."""
     tables = {"campaign": Campaign, "server": Server}
-    _known(tree, [*tables, *NOTEBOOKS, "embedded"], "table")
+    _known(tree, [*tables, "control", *NOTEBOOKS, "embedded"], "table")
     embedded = tree.get("embedded", {})
     _known(embedded, list(NOTEBOOKS), "table [embedded.…]")
     made = {name: _record(kind, tree.get(name, {}), name) for name, kind in tables.items()}
     notebooks = {name: _table(tree.get(name, {}), name) for name in NOTEBOOKS}
-    return Settings(**made, notebooks=notebooks, embedded={n: _table(v, f"embedded.{n}") for n, v in embedded.items()})
+    control = _table(tree.get("control", {}), "control")
+    return Settings(
+        **made,
+        control=control,
+        notebooks=notebooks,
+        embedded={n: _table(v, f"embedded.{n}") for n, v in embedded.items()},
+    )
 
 
 def to_tree(settings):
     """The settings as plain tables: what the manifest keeps, and `from_tree` reads."""
     tree = {name: {f.name: getattr(part, f.name) for f in fields(part)} for name, part in _records(settings)}
-    return {**tree, **settings.notebooks, "embedded": settings.embedded}
+    return {**tree, "control": settings.control, **settings.notebooks, "embedded": settings.embedded}
 
 
 def with_server(settings, **values):

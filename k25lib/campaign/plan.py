@@ -12,7 +12,8 @@ STATES = ("pending", "running", "ok", "failed", "skipped")
 
 @dataclass(frozen=True)
 class Phase:
-    """One notebook of the campaign. `needs`: server, free (of a running server). `after`: phases it stands on."""
+    """One notebook of the campaign. `needs`: server, profiler (a server with one), free (no server beside it).
+    `after`: phases it stands on."""
 
     notebook: Path
     table: str
@@ -31,7 +32,7 @@ NEEDS = {
     "macro": ("server", ("check",)),
     "gemm": ("free", ()),
     "collectives": ("free", ()),
-    "capture": ("server", ("check",)),
+    "capture": ("profiler", ("check",)),
     "breakdown": ("", ("capture",)),
 }
 

@@ -18,9 +18,11 @@ from k25lib.redaction import redact
 from k25lib.run import Run, reports_root, runs_root
 from k25lib.settings import from_tree, to_tree
 
+SERVED = ("server", "profiler")
+
 
 class Runner:
-    """Executes the phases of one run with one server (`External`, `Own`, or anything with up, free, died, close)."""
+    """Executes the phases of one run with one server (of campaign.servers)."""
 
     def __init__(self, run, phases, settings, server, embedded=False, say=None):
         self.run, self.phases, self.settings, self.server = run, phases, settings, server
@@ -50,7 +52,11 @@ class Runner:
                     self._phase(phase)
                     self._report()
         finally:
-            self.server.close()
+            try:
+                self.server.close()
+            except K25Error as error:
+                self.run.update(server_error=str(error))
+                self.say(f"the server could not be left as it was found: {error}")
             self._keep_server_log()
             self._report(page=True)
         states = self.run.manifest["phases"]
@@ -74,7 +80,7 @@ class Runner:
             execute(phase.notebook, target, parameters, self.settings.campaign.cell_timeout_s, self.run.log(phase.name))
             state, why = "ok", ""
         except NotebookFailed as error:
-            died = self.server.died() if phase.needs == "server" else ""
+            died = self.server.died() if phase.needs in SERVED else ""
             why = f"{error}; the server died: {died}" if died else str(error)
         finally:
             self._state(phase, state, why, seconds=round(time.monotonic() - began, 1))
@@ -85,11 +91,11 @@ class Runner:
         for needed in (p.name for p in self.chosen if p.name in phase.after):
             if (state := states[needed]["state"]) in ("failed", "skipped"):
                 raise Unavailable(f"needs {needed}, which {'failed' if state == 'failed' else 'was skipped'}")
-        if phase.needs == "server":
+        if phase.needs in SERVED:
             try:
-                self.run.update(server=self.server.up())
+                self.run.update(server=self.server.up(profiler=phase.needs == "profiler"))
             except K25Error as error:  # the first to need it tells the failure; for the others it is a reason to skip
-                first = phase == next(p for p in self.chosen if p.needs == "server")
+                first = phase == next(p for p in self.chosen if p.needs in SERVED)
                 raise (error if first else Unavailable(str(error))) from None
         elif phase.needs == "free":
             self.server.free()
@@ -119,7 +125,7 @@ class Runner:
             self.say(f"the report could not be written: {type(error).__name__}: {error}")
 
 
-def new_run(settings, phases, command, **manifest):
+def new_run(settings, command):
     """A new run directory with the settings and the environment in its manifest."""
     run = Run.create(
         settings.campaign.name,
@@ -129,7 +135,6 @@ def new_run(settings, phases, command, **manifest):
         command=command,
         settings=to_tree(settings),
         environment=machine(),
-        **manifest,
     )
     reports_root().mkdir(parents=True, exist_ok=True)
     return run

@@ -1,5 +1,6 @@
 """Commands: the campaign (`run`) and its report (`report`)."""
 
+import re
 import sys
 
 from k25lib.errors import UsageError
@@ -14,6 +15,9 @@ def add(commands):
     run.add_argument("--only", default="", metavar="02,05", help="only these phases (numbers or names)")
     run.add_argument("--resume", metavar="RUN", help="go on with a run (a path, a name or `newest`): what is not done")
     run.add_argument("--gpus-are-free", action="store_true", help="run the microbenchmarks beside the running server")
+    run.add_argument("--allow-restart", action="store_true", help="stop and restart the server as the plan needs it")
+    run.add_argument("--wait", nargs="?", const=7200.0, type=float, metavar="SECONDS", help="until the server is ready")
+    run.add_argument("--dry-run", action="store_true", help="only say what would run")
     run.set_defaults(run=run_campaign)
     report = commands.add_parser("report", help="write a run's document and page again, from what it has")
     report.add_argument("run_name", metavar="RUN", help="a path, a name or `newest`")
@@ -24,7 +28,8 @@ def run_campaign(args):
     """Run or resume a campaign; exit 1 if a phase failed."""
     from k25lib.campaign.plan import chosen_phases, default_phases, left
     from k25lib.campaign.runner import Runner, new_run, settings_of
-    from k25lib.campaign.servers import External, Own
+    from k25lib.campaign.servers import alone
+    from k25lib.client import Client
     from k25lib.run import PROJECT, Run
     from k25lib.settings import load_settings, with_server
 
@@ -41,16 +46,45 @@ def run_campaign(args):
         settings = load_settings(args.campaign or PROJECT / "campaign.toml", args.set)
     if args.url:
         settings = with_server(settings, url=args.url)
+    if args.allow_restart and not settings.server.url:
+        raise UsageError("--allow-restart goes with a server of yours: give --url; the embedded one needs no leave")
     embedded = not settings.server.url
-    server = Own() if embedded else External(settings.server, args.gpus_are_free)
-    runner = Runner(run, phases, settings, server, embedded)
+    runner = Runner(run, phases, settings, None, embedded)
     runner.check()
-    if run is None:
-        run = runner.run = new_run(settings, phases, ["k25", *sys.argv[1:]])
-    print(f"run: {run.path}", file=sys.stderr)
-    failed = runner.go(chosen)
+    if args.dry_run:
+        return _say_plan(chosen, settings, args)
+    name = "embedded" if embedded else re.sub(r"[^A-Za-z0-9.]+", "-", Client(settings.server.url).shown_url)
+    with alone(name):
+        runner.run = run = run or new_run(settings, ["k25", *sys.argv[1:]])
+        print(f"run: {run.path}", file=sys.stderr)
+        runner.server = _server(settings, args, run)
+        if args.wait and not embedded:
+            runner.server.wait(args.wait)
+        failed = runner.go(chosen)
     print(run.report_dir / "index.html")
     return 1 if failed else 0
+
+
+def _server(settings, args, run):
+    from k25lib.campaign.servers import Controlled, External, Own
+
+    if not settings.server.url:
+        return Own()
+    if args.allow_restart:
+        return Controlled(settings.server, settings.control, run.path)
+    return External(settings.server, args.gpus_are_free)
+
+
+def _say_plan(chosen, settings, args):
+    from k25lib.campaign.servers import Controlled
+    from k25lib.run import runs_root
+
+    print("phases:", ", ".join(phase.name for phase in chosen))
+    print("server:", settings.server.url or "the embedded one, stopped for the microbenchmarks")
+    if args.allow_restart:
+        server = Controlled(settings.server, settings.control, runs_root() / "RUN", allowed=False, dry=True)
+        for command in server.plan():
+            print("would run:", command)
 
 
 def report_run(args):
