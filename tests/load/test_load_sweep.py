@@ -85,7 +85,7 @@ def test_open_loop(truth):
     level = found.result["levels"][0]
     assert (level["mode"], level["concurrency"], level["rate"]) == ("open", None, 40)
     assert level["requests"] == len(kinds(found)) > 15
-    assert all(row["late_ms"] >= 0 for row in found.tables()["requests"])
+    assert all(row["late_ms"] >= 0 for row in found.tables()["requests"] if row["phase"] == "measured")
     assert level["failed"] == 0 and found.result["plateau"]["verdict"] == "cannot tell"
 
 
