@@ -20,14 +20,20 @@ def gain(low, high):
     estimate = math.log(high["output_tok_s"] / low["output_tok_s"])
     if min(len(wave) for wave in waves) < 2:
         return math.expm1(estimate / doublings), None, None
-    source = np.random.default_rng(0)
-    spread = np.zeros(RESAMPLES)
+    source, spread = np.random.default_rng(0), np.zeros(RESAMPLES)
     for wave, sign in zip(waves, (-1, 1), strict=True):
-        size = len(wave)
-        means = source.choice(wave, (RESAMPLES, size)).mean(axis=1) - wave.mean()
-        spread += sign * means * math.sqrt(size / (size - 1)) * stdtrit(size - 1, 0.975) / 1.96
+        means = source.choice(wave, (RESAMPLES, len(wave))).mean(axis=1)
+        spread += sign * (means - wave.mean()) * math.sqrt(len(wave) / (len(wave) - 1))
+    spread *= stdtrit(_degrees(*waves), 0.975) / 1.96
     ends = estimate + np.quantile(spread, (0.025, 0.975))
     return tuple(math.expm1(value / doublings) for value in (estimate, *ends))
+
+
+def _degrees(*samples):
+    """Degrees of freedom of a difference of means (Welch 1947)."""
+    parts = [(sample.var(ddof=1) / len(sample), len(sample) - 1) for sample in samples]
+    below = sum(part**2 / degrees for part, degrees in parts)
+    return sum(part for part, _ in parts) ** 2 / below if below else sum(degrees for _, degrees in parts)
 
 
 def judge(gain_low, gain_high):

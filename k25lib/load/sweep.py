@@ -143,11 +143,12 @@ class _Sweeper:
         while len(self.probes) < 5:
             request = self.one(f"probe-{len(self.probes)}")
             self.probes.append(request)
-            if request.row["status"] in (400, 422) and self.prompts.shape == "token ids":
+            row = request.row
+            if row["status"] in (400, 422) and self.prompts.shape == "token ids":
                 self.prompts.shape = "text"  # this server takes no token ids
-            elif request.row["kind"] == "timeout" or (
-                request.ok and self.prompts.calibrate(request.row["input_tokens"])
-            ):
+            elif row["kind"] == "timeout" or row["status"] in (401, 403, 404):
+                break  # more of the same would not help
+            elif request.ok and self.prompts.calibrate(row["input_tokens"]):
                 break
         if not request.ok:
             raise K25Error(_all_failed([request.row for request in self.probes], self.target))
