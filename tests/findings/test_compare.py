@@ -43,7 +43,7 @@ def simulate(shift, restarts, tries=800, seed=1):
 
     hits = 0
     for _ in range(tries):
-        history = [run(restarts, rng.uniform(-0.2, 0.2)) for _ in range(8)]
+        history = [run(restarts, rng.uniform(-0.2, 0.2)) for _ in range(4)]
         before, after = run(restarts), run(restarts, shift)
         spread = compare.pooled_spread([*history, before, after])
         hits += compare.change(before, after, spread)["verdict"] in ("better", "worse")
@@ -63,11 +63,11 @@ def test_a_change_of_the_smallest_visible_size_is_seen_four_times_in_five():
     spread = compare.Spread(0.012, 20)
     visible = compare.smallest_visible(spread, 3, 3)
     rng, hits = np.random.default_rng(2), 0
-    for _ in range(1500):
+    for _ in range(800):
         sd = 0.012 * np.sqrt(rng.chisquare(20) / 20)
         before, after = (np.exp(rng.normal(np.log(m), 0.012, 3)) for m in (1, 1 + visible))
         hits += compare.change(before, after, compare.Spread(sd, 20))["verdict"] == "worse"
-    assert 0.75 < hits / 1500 < 0.9
+    assert 0.75 < hits / 800 < 0.9
 
 
 values = st.lists(st.floats(1.0, 100.0), min_size=1, max_size=5)

@@ -1,0 +1,54 @@
+"""Findings of the sample capture: the tables as the trace engine makes them."""
+
+from pathlib import Path
+
+import pytest
+
+from k25lib.findings.summary import summarise
+from k25lib.run import Run
+from k25lib.trace.breakdown import breakdown, expected_calls, tables
+
+ROOT = Path(__file__).parents[2]
+CONFIG = str(ROOT / "data/reference/kimi-k2.5/config.json")
+# One rank of TP=8 on each of two H200s
+OVERRIDES = {"num_attention_heads": 16, "moe_intermediate_size": 512, "intermediate_size": 4608}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    run = Run.create(
+        "sample",
+        tmp_path_factory.mktemp("runs"),
+        server={"kind": "external", "model": "kimi-k2.5-int4", "tp": 2, "config": CONFIG},
+        environment={"gpus": [{"name": "NVIDIA H200"}] * 2, "flags": {"hf_overrides": OVERRIDES}},
+        macro={"settings": {"input_tokens": 128, "output_tokens": 64}},
+        captures={"c1": {"concurrency": 1}},
+    )
+    result = breakdown([ROOT / "data/sample/captures/h200x2-tp2-c1-20steps"])
+    result["census"] = [
+        {**row, "expected": expected_calls(result, CONFIG, 2, OVERRIDES).get(row["operation"])}
+        for row in result["census"]
+    ]
+    for name, rows in tables(result, "c1").items():
+        run.save(name, rows)
+    run.save("levels", [{"concurrency": 1, "tpot_ms_mean": 8.64, "output_tok_s": 112.7}])
+    return summarise(run)
+
+
+def test_the_step_closes_from_the_bound_to_tpot(found):
+    parts = {row["part"]: row["ms"] for row in found["closure"]}
+    assert sum(row["ms"] for row in found["closure"][:-1]) == pytest.approx(8.64)
+    assert parts["bandwidth bound"] == pytest.approx(1.442, abs=1e-3)
+    assert parts["GEMMs above reading the weights"] == pytest.approx(2.96, rel=0.03)
+    assert parts["communication: transfer"] == pytest.approx(0.86, rel=0.1)
+    assert abs(parts["not in the trace (profiler, other steps)"]) < 0.05 * 8.64
+
+
+def test_nothing_contradicts_and_the_census_holds(found):
+    assert found["contradictions"] == []
+
+
+def test_what_dominates(found):
+    assert found["sentences"][1].startswith("GEMM dominates the decode step: 2.9")
+    assert "DRAM efficiency is 16.7 %" in found["sentences"][1]
+    assert [row["category"] for row in found["next"]][:3] == ["gemm", "moe_gemm", "allreduce_nccl"]
