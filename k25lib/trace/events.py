@@ -15,11 +15,12 @@ MARKS = {"user_annotation", "gpu_user_annotation"}
 LAUNCHES = {"cuda_runtime", "cuda_driver", "hip_runtime"}
 
 _END = re.compile(rb"\}\s*,?\s*\]")
-_NOT_A_NUMBER = re.compile(rb"([:\[,]\s*)[-+]?(?:nan|inf|infinity)(?:\([a-z]*\))?(?=\s*[,}\]])", re.IGNORECASE)
-_BAD_ESCAPE = re.compile(rb'\\(?!["\\/bfnrt]|u[0-9a-fA-F]{4})')
-_TRAILING_COMMA = re.compile(rb",(\s*[}\]])")
-_NAME = re.compile(rb'"name":\s*"(.*?)"(?=\s*[,}]\s*(?:"(?:pid|ph|cat|ts|tid|dur|args)"\s*:|$))', re.DOTALL)
-_LOOKS_GPU = re.compile(rb'"cat":\s*"(?:kernel|gpu_mem|Kernel|Mem)')
+# Damage is rare: these patterns are compiled when they are first needed
+_NOT_A_NUMBER = rb"(?i)([:\[,]\s*)[-+]?(?:nan|inf|infinity)(?:\([a-z]*\))?(?=\s*[,}\]])"
+_BAD_ESCAPE = rb'\\(?!["\\/bfnrt]|u[0-9a-fA-F]{4})'
+_TRAILING_COMMA = rb",(\s*[}\]])"
+_NAME = rb'(?s)"name":\s*"(.*?)"(?=\s*[,}]\s*(?:"(?:pid|ph|cat|ts|tid|dur|args)"\s*:|$))'
+_LOOKS_GPU = rb'"cat":\s*"(?:kernel|gpu_mem|Kernel|Mem)'
 
 
 class _Args(msgspec.Struct, gc=False, frozen=True):
@@ -202,7 +203,7 @@ class Reader:
             self.columns.unreadable += 1
             return 1, begin + len(text) - len(rest) if b"]" in rest else 0
         self.columns.unreadable += 1
-        self.columns.unreadable_gpu += bool(_LOOKS_GPU.search(text))
+        self.columns.unreadable_gpu += bool(re.search(_LOOKS_GPU, text))
         return 1, 0
 
     def one(self, text, is_repaired=False):
@@ -275,6 +276,6 @@ def _integer(value):
 def repaired(text):
     """One event's bytes with the known damages undone: bad UTF-8, bare NaN/inf, bad escapes, commas, bare quotes."""
     text = text.decode("utf-8", "replace").encode()
-    text = _BAD_ESCAPE.sub(rb"\\\\", text)
-    text = _TRAILING_COMMA.sub(rb"\1", _NOT_A_NUMBER.sub(rb"\1null", text))
-    return _NAME.sub(lambda m: b'"name": "' + re.sub(rb'(?<!\\)"', rb"\\\"", m[1]) + b'"', text, count=1)
+    text = re.sub(_BAD_ESCAPE, rb"\\\\", text)
+    text = re.sub(_TRAILING_COMMA, rb"\1", re.sub(_NOT_A_NUMBER, rb"\1null", text))
+    return re.sub(_NAME, lambda m: b'"name": "' + re.sub(rb'(?<!\\)"', rb"\\\"", m[1]) + b'"', text, count=1)
