@@ -171,7 +171,9 @@ def main():
 
     with tempfile.TemporaryDirectory() as folder:
         steps = round(6.8 * options.generate)
-        paths, _ = write_capture(folder, options.ranks, decode=steps, prefill=5, others=26, python_events=3000, level=6)
+        paths, _ = write_capture(
+            folder, options.ranks, decode=steps, prefill=5, others=26, python_events=3000, level=6, alike=True
+        )
         if options.ranks == 1:
             compare(paths[0], options.hta, options.repeat)
             return

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-_FIELD = re.compile(r"(?<![a-z])(dp|pp|tp)[-_]?(\d+)(?!\d)", re.IGNORECASE)
-_RANK = re.compile(r"rank[-_]?(\d+)", re.IGNORECASE)
+_FIELD = r"(?i)(?<![a-z])(dp|pp|tp)[-_]?(\d+)(?!\d)"
+_RANK = r"(?i)rank[-_]?(\d+)"
 NEW_SESSION_NS = 50_000_000  # one process cannot start two captures within 50 ms: that is a copy, not a session
 ONE_START_NS = 60_000_000_000  # all ranks of a session start within a minute
 ONE_HOST_NS = 1_000_000_000  # files of other folders belong together only if they start within a second
@@ -14,7 +14,7 @@ ONE_HOST_NS = 1_000_000_000  # files of other folders belong together only if th
 
 def fields(text):
     """The dp, pp, tp numbers in a file or process name, e.g. {"dp": 0, "tp": 1}; empty if it has none."""
-    return {name.lower(): int(number) for name, number in _FIELD.findall(text)}
+    return {name.lower(): int(number) for name, number in re.findall(_FIELD, text)}
 
 
 def identify(peeks):
@@ -28,7 +28,7 @@ def identify(peeks):
         sizes = {k: 1 + max((fields(text(p)).get(k, 0) for p in peeks), default=0) for k in ("dp", "pp", "tp")}
         for p in unknown:
             named = fields(text(p))
-            number = _RANK.search(text(p))
+            number = re.search(_RANK, text(p))
             if p["rank"] is None and "tp" in named:
                 place = [named.get(k, 0) for k in ("dp", "pp", "tp")]
                 p["rank"] = (place[0] * sizes["pp"] + place[1]) * sizes["tp"] + place[2]

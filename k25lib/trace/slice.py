@@ -56,7 +56,10 @@ def cut(paths, step, target):
         events += _events(peek, trace, begin, end, launched, first)
     body = b",\n".join(msgspec.json.encode(event) for event in events)
     text = b'{"schemaVersion":1,"displayTimeUnit":"ns","traceEvents":[\n' + body + b"\n]}\n"
-    target.write_bytes(gzip.compress(text, 6, mtime=0) if target.name.endswith(".gz") else text)
+    try:
+        target.write_bytes(gzip.compress(text, 6, mtime=0) if target.name.endswith(".gz") else text)
+    except OSError as error:
+        raise K25Error(f"cannot write {target}: {error.strerror}") from None
     return len(events)
 
 

@@ -10,11 +10,9 @@ from k25lib.trace.table import KERNEL, OPERATOR
 KINDS = ("decode", "decode_eager", "prefill", "mixed", "dummy", "partial", "empty")
 
 # Plain, detailed (sq..sk..) and speculative (generation_1(4)) names of vLLM; requests in prefill and in decode
-_VLLM = re.compile(r"^execute(?:_\d+)?_context_(\d+)\([^)]*\)_generation_(\d+)\([^)]*\)")
-_VLLM_OLD = re.compile(r"^execute_new_(\d+)_cached_(\d+)")
-_SGLANG = re.compile(
-    r"^(?:step\[)?(decode|target_verify|extend|prefill|draft_extend|mixed|idle)\b(?:.*?\bbs=(\d+))?", re.IGNORECASE
-)
+_VLLM = r"^execute(?:_\d+)?_context_(\d+)\([^)]*\)_generation_(\d+)\([^)]*\)"
+_VLLM_OLD = r"^execute_new_(\d+)_cached_(\d+)"
+_SGLANG = r"(?i)^(?:step\[)?(decode|target_verify|extend|prefill|draft_extend|mixed|idle)\b(?:.*?\bbs=(\d+))?"
 _SGLANG_KINDS = {"decode": "decode", "target_verify": "decode", "mixed": "mixed", "idle": "dummy"}
 
 
@@ -48,11 +46,11 @@ class Steps:
 
 def parse(name):
     """(style, kind, batch) of a step's annotation, or None for any other annotation."""
-    if found := _VLLM.match(name) or _VLLM_OLD.match(name):
+    if found := re.match(_VLLM, name) or re.match(_VLLM_OLD, name):
         context, generation = int(found[1]), int(found[2])
         kind = ("mixed" if generation else "prefill") if context else ("decode" if generation else "empty")
         return "vllm", kind, generation if kind == "decode" else context + generation
-    if found := _SGLANG.match(name):
+    if found := re.match(_SGLANG, name):
         if found[2] is None and "[" not in name:
             return None
         return "sglang", _SGLANG_KINDS.get(found[1].lower(), "prefill"), int(found[2]) if found[2] else None

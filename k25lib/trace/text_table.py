@@ -11,7 +11,7 @@ from k25lib.errors import K25Error
 from k25lib.trace import steps
 
 _UNITS_NS = {"ns": 1, "us": 1e3, "ms": 1e6, "s": 1e9}
-_TIME = re.compile(r"^(-?[\d.]+)(ns|us|ms|s)$")
+_TIME = r"^(-?[\d.]+)(ns|us|ms|s)$"
 
 
 def read(path):
@@ -52,7 +52,7 @@ def read(path):
 
 
 def _ns(text):
-    found = _TIME.match(text)
+    found = re.match(_TIME, text)
     return float(found[1]) * _UNITS_NS[found[2]] if found else 0.0
 
 

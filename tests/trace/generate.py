@@ -3,6 +3,7 @@
 import gzip
 import json
 import random
+import tempfile
 from pathlib import Path
 
 BASE_NS = 1767189312000000000
@@ -187,25 +188,32 @@ def rank_events(
 DELAYS_NS = 2_000  # the latest that a rank may come to a collective
 
 
-def write_capture(folder, ranks=2, delays_ns=(), level=1, name=None, base_ns=BASE_NS, **settings):
-    """Write one file a rank; returns ([paths], [truth of each rank])."""
+def write_capture(folder, ranks=2, delays_ns=(), level=1, name=None, base_ns=BASE_NS, alike=False, **settings):
+    """Write one file a rank; returns ([paths], [truth of each rank]). `alike`: all ranks have rank 0's events."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    paths, truths = [], []
+    paths, truths, body = [], [], b""
     for rank in range(ranks):
-        delay = delays_ns[rank] if rank < len(delays_ns) else 0
-        events, truth = rank_events(rank, delay_ns=delay, **settings)
-        stem = (name or "dp0_pp0_tp{r}_dcp0_ep{r}_rank{r}.1767189312{r:03d}").format(r=rank)
-        path = folder / f"{stem}.pt.trace.json.gz"
         head, foot = wrap(["|"], rank, ranks, base_ns).split("|")
-        with gzip.open(path, "wb", level) as file:
-            file.write(head.encode())
-            for i in range(0, len(events), 10_000):
-                file.write(((",\n" if i else "") + ",\n".join(events[i : i + 10_000])).encode())
-            file.write(foot.encode())
-        paths.append(path)
+        if not (alike and body):
+            events, truth = rank_events(rank, delay_ns=delays_ns[rank] if rank < len(delays_ns) else 0, **settings)
+            body = _zipped(events, foot, level)
+        stem = (name or "dp0_pp0_tp{r}_dcp0_ep{r}_rank{r}.1767189312{r:03d}").format(r=rank)
+        paths.append(folder / f"{stem}.pt.trace.json.gz")
+        paths[-1].write_bytes(gzip.compress(head.encode(), level) + body)
         truths.append(truth)
     return paths, truths
+
+
+def _zipped(events, foot, level):
+    """Events and the text behind them as one gzip member, without holding the whole text."""
+    with tempfile.TemporaryFile() as file:
+        with gzip.GzipFile(fileobj=file, mode="wb", compresslevel=level) as member:
+            for i in range(0, len(events), 10_000):
+                member.write(((",\n" if i else "") + ",\n".join(events[i : i + 10_000])).encode())
+            member.write(foot.encode())
+        file.seek(0)
+        return file.read()
 
 
 def load(path):

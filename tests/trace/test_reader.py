@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from k25lib.errors import K25Error
-from k25lib.trace import kineto
+from k25lib.trace import kineto, windows
 
 KERNELS = 468
 quick = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
@@ -172,8 +172,8 @@ LAYOUTS = {
 def test_any_layout(base, read, monkeypatch, layout, window):
     text, truth = base
     if window:
-        monkeypatch.setattr(kineto, "WINDOW_BYTES", window)
-        monkeypatch.setattr(kineto, "READ_BYTES", 1 << 10)
+        monkeypatch.setattr(windows, "WINDOW_BYTES", window)
+        monkeypatch.setattr(windows, "READ_BYTES", 1 << 10)
     data = LAYOUTS[layout](json.loads(text)).encode()
     for trace in (read(data), read(gzip.compress(data, 1), "t.json.gz")):
         found = sorted(rows(trace))

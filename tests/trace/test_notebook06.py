@@ -1,0 +1,142 @@
+"""Notebook 06 on any capture, without a server; its figures show the numbers of the tables."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from k25lib.errors import UsageError
+from k25lib.report.figures import breakdown as figures
+from k25lib.run import Run
+from k25lib.trace.breakdown import breakdown
+from k25lib.trace.slice import lanes
+
+PROJECT = Path(__file__).parents[2]
+CELLS = json.loads((PROJECT / "notebooks" / "06_breakdown.ipynb").read_text())["cells"]
+
+
+def execute(**parameters):
+    """Run the code cells as the notebook would, with parameters; returns the names that it leaves."""
+    names = {}
+    for cell in CELLS:
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), cell["id"], "exec"), names)
+            if "parameters" in cell["metadata"].get("tags", []):
+                assert set(parameters) <= set(names)
+                names |= parameters
+    return names
+
+
+@pytest.fixture
+def run(places):
+    made = Run.create("test")
+    made.update(server={"config": str(PROJECT / "data/reference/kimi-k2.5/config.json"), "tp": 2})
+    return made
+
+
+def test_all_captures_of_a_run(run, c1, c64):
+    for name, source in (("c1", c1), ("c64", c64)):
+        shutil.copytree(source, run.path / "captures" / name)
+    execute(run=str(run.path))
+    assert set(run.tables()) == {"steps", "breakdown", "kernels", "census", "waits"}
+    steps, table, census = run.table("steps"), run.table("breakdown"), run.table("census")
+    assert len(steps[(steps["capture"] == "c1") & (steps["kind"] == "decode") & (steps["rank"] == 0)]) == 20
+    chosen = table[(table["capture"] == "c1") & (table["rank"] == 0) & (table["batch"] == "all")]
+    assert chosen["ms"].sum() == pytest.approx(8.163, abs=0.001)
+    known = census[census["expected"].notna()]
+    assert (known["expected"] == known["counted"]).all()
+    assert len(known) == 8
+
+
+def test_one_capture_again_keeps_the_tables_of_the_others(run, c1, c64):
+    for name, source in (("c1", c1), ("c64", c64)):
+        shutil.copytree(source, run.path / "captures" / name)
+    execute(run=str(run.path), capture="c1")
+    execute(run=str(run.path), capture="c64")
+    before = run.table("steps")
+    execute(run=str(run.path), capture="c64")
+    assert set(before["capture"]) == {"c1", "c64"}
+    assert len(run.table("steps")) == len(before)
+
+
+def test_cpu_operators_by_path(run, cpu):
+    names = execute(run=str(run.path), capture=str(cpu), config="none")
+    assert names["results"]["cpu-tp2"]["capture"]["note"] == "CPU operators, self time"
+    assert set(run.table("kernels")["name"].str.split("::").str[0]) == {"aten", "vllm", "_C"}
+
+
+def test_text_tables_only(run, c64, tmp_path):
+    folder = tmp_path / "tables"
+    folder.mkdir()
+    shutil.copy(c64 / "profiler_out_0.txt", folder)
+    execute(run=str(run.path), capture=str(folder))
+    assert len(run.table("steps")) == 0
+
+
+def test_no_capture_says_what_to_do(run):
+    with pytest.raises(UsageError, match="05_profiler_capture"):
+        execute(run=str(run.path))
+
+
+def test_the_notebook_is_thin():
+    code = [c for c in CELLS if c["cell_type"] == "code"]
+    assert len(code) < 20
+    assert all(not c["outputs"] and c["execution_count"] is None for c in code)
+    assert max(len(c["source"]) for c in code) <= 20
+
+
+@pytest.fixture(scope="module")
+def result(c64):
+    return breakdown([c64])
+
+
+def frame(result, key):
+    rows = pd.DataFrame(result[key]).assign(capture="c64")
+    return rows[rows["batch"] == "all"] if "batch" in rows else rows
+
+
+def test_the_step_figure_shows_kernels_and_wall_time(result):
+    steps, categories = frame(result, "per_step"), frame(result, "categories")
+    figure = figures.step(categories, steps)
+    total = {}
+    for bar in figure.data:
+        for name, ms in zip(bar.y, bar.x, strict=True):
+            total[name] = total.get(name, 0) + ms
+    row = steps[steps["rank"] == 0].iloc[0]
+    assert total["c64, rank 0: kernels"] == pytest.approx(row["kernel_sum_ms"])
+    wall = row["busy_ms"] + row["idle_in_graph_ms"] + row["idle_in_step_ms"] + row["idle_between_ms"]
+    assert total["c64, rank 0: wall"] == pytest.approx(wall)
+
+
+def test_the_lanes_hold_every_kernel(c1):
+    rows = pd.DataFrame(lanes([c1], 5))
+    figure = figures.lanes(rows)
+    assert sum(len(bar.x) for bar in figure.data) == len(rows)
+    assert sum(sum(bar.x) for bar in figure.data) == pytest.approx(rows["dur_us"].sum())
+    names = list(dict.fromkeys(name for bar in figure.data for name in bar.y))
+    assert len(names) == 10
+    assert "rank 0, 116 others" in names
+
+
+def test_kernels_and_skew_figures(result):
+    kernels = frame(result, "kernels").query("rank == 0")
+    bars = figures.kernels(kernels, 12).data
+    assert sum(len(bar.x) for bar in bars) == 12
+    assert max(max(bar.x) for bar in bars) == kernels["ms"].max()
+    skew = frame(result, "skew")
+    bars = {bar.name: sum(bar.x) for bar in figures.skew(skew).data}
+    assert bars["transfer"] + bars["waiting for other ranks"] == pytest.approx(skew["ms"].sum())
+
+
+def test_figures_of_nothing_say_so():
+    empty = pd.DataFrame()
+    for figure in (
+        figures.step(empty, empty),
+        figures.groupings(empty),
+        figures.lanes(empty),
+        figures.kernels(empty),
+        figures.skew(empty),
+    ):
+        assert "nothing to show" in figure.layout.annotations[0].text
