@@ -135,7 +135,7 @@ def _known(given, known, what, where=""):
     for name in given:
         if name not in known:
             near = difflib.get_close_matches(str(name), known, 1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = f"; did you mean {near[0]}?" if near else "."
             place = f" in {where}" if where else ""
             raise UsageError(f"unknown {what} {name!r}{place}{hint} There are: {', '.join(known) or 'none'}")
 
