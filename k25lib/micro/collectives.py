@@ -30,6 +30,7 @@ FACTORS = {
     "alltoall": lambda n: (n - 1) / n,
     "dispatch+combine": lambda n: 2 * (n - 1) / n,  # two All-to-Alls of S each
 }
+WAKE_S = 0.3  # of work before each task
 HEAD_START = 500_000  # cycles that a GPU waits before a graph, so that launching it is not in its time
 RECORDED = ("NCCL_", "TORCH_NCCL", "TORCH_SYMM", "NVSHMEM", "GLOO_", "VLLM_ALLREDUCE", "CUDA_VISIBLE", "OMP_NUM")
 
@@ -230,6 +231,7 @@ class Bench:
             rounds = [self._round(task, between, None), self._round(task, together, context)]
         else:
             rounds = [self._round(task, work, context)]
+        timing.wake(self.device, WAKE_S)
         times, until = [], None
         while until is None or len(times) < 5 or (len(times) < 200 and not self._over(until)):
             if until is None:
