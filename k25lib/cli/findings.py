@@ -1,6 +1,7 @@
 """`k25 compare`: what changed between two runs, for readers and for CI."""
 
 import sys
+import textwrap
 
 from k25lib.errors import UsageError
 
@@ -80,7 +81,8 @@ def _text(result):
         lines.append(f"worse beyond --fail-over: {', '.join(result['worse_beyond'])}")
     if result["environment"]:
         lines.append("environment:")
-        lines += [f"  {row['what']}: {row['before']} -> {row['after']}" for row in result["environment"]]
+        changed = (f"{row['what']}: {row['before']} -> {row['after']}" for row in result["environment"])
+        lines += [f"  {textwrap.shorten(text, 160, placeholder=' …')}" for text in changed]
     return "\n".join(lines)
 
 

@@ -17,7 +17,7 @@ POWER = 0.8
 LEAST = 0.01  # a change under 1 % is the same, however surely it is there
 
 # Facts that change at every start, or from moment to moment
-PASSING = {"url", "port", "log", "traces", "torch_profiler_dir", "python", "config", "ready_ms"}
+PASSING = {"url", "port", "log", "traces", "profiler_config", "torch_profiler_dir", "python", "config", "ready_ms"}
 PASSING |= {"temperature_c", "sm_mhz", "memory_mhz", "memory_used_bytes"}
 
 

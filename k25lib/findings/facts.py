@@ -201,5 +201,5 @@ def _device(facts, run, manifest):
     if facts.device is None and measured.get("peak_gb_s"):
         name = name or (manifest.get("environment") or {}).get("cpu") or "this device"
         facts.device = hardware.Hardware(name, measured["peak_gb_s"], source="measured by 03_micro_gemm", measured=True)
-    if facts.device is None:
+    if facts.device is None and not facts.is_cpu:
         facts.missing.append(f"the bandwidth bound: no peak bandwidth is known for {name or 'this machine'}")

@@ -1,5 +1,7 @@
 """One metric, and the decode step by category, over the runs that can be compared with one another."""
 
+import textwrap
+
 import numpy as np
 from scipy import stats
 
@@ -26,7 +28,8 @@ def history(run, runs):
             continue
         low, high = _within(other, metric)
         changed = compare.environment_differences(before.manifest, other.manifest) if before else []
-        note = "; ".join(f"{row['what'].split('.', 1)[-1]}: {row['before']} to {row['after']}" for row in changed[:3])
+        texts = (f"{row['what'].split('.', 1)[-1]}: {row['before']} to {row['after']}" for row in changed[:3])
+        note = "; ".join(textwrap.shorten(text, 80, placeholder=" …") for text in texts)
         rows.append({"run": other.path.name, "value": value, "low": low, "high": high, "changed": note})
         before = other
     if not rows:
