@@ -50,6 +50,7 @@ def measured(command, **more):
 
 def k25(paths):
     env = os.environ | {"PYTHONPATH": str(PROJECT)}
+    env.pop("PYTHONDONTWRITEBYTECODE", None)  # as installed: modules are compiled once, not in every run
     return [sys.executable, "-m", "k25lib", "breakdown", *map(str, paths), "--json"], {"env": env, "cwd": PROJECT}
 
 
