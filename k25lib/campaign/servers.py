@@ -106,7 +106,7 @@ class Controlled(External):
         if self.mode == "stopped" or (profiler and not self.client.has_profiler()):
             self._switch("profiling" if profiler else "normal")
         own = {"traces": self.traces} if self.mode == "profiling" else {}
-        return {**super().up(), **own}
+        return {**own, **super().up()}  # the server's own word on its folder, where it can be heard, wins
 
     def free(self):
         """Stop it; it is started again for the next phase that needs it."""

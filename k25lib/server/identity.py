@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shutil
 import time
 from ipaddress import ip_address
 from pathlib import Path
@@ -47,10 +48,37 @@ def discover(url):
     found = process.find(parts.port or (443 if parts.scheme == "https" else 80))
     if not found:
         return {}
-    argv = found["argv"]
-    python = argv[0] if argv and Path(argv[0]).name.startswith("python") and Path(argv[0]).is_absolute() else ""
-    told = {"python": python, "log": found["log"], "traces": str(_profiler_folder(found) or "")}
+    told = {"python": _interpreter(found), "log": found["log"], "traces": str(_profiler_folder(found) or "")}
     return {name: value for name, value in told.items() if value}
+
+
+def keep_config(config, arguments, target):
+    """Write the model's config.json as it is served, with the server's hf_overrides in it, to `target`; returns it."""
+    kept = json.loads(Path(config).read_text(encoding="utf-8"))
+    overrides = arguments.get("hf_overrides")
+    _merge(kept, overrides if isinstance(overrides, dict) else {})
+    Path(target).write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    return str(target)
+
+
+def _merge(into, values):
+    for key, value in values.items():
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        else:
+            into[key] = value
+
+
+def _interpreter(found):
+    """The Python that a process runs, by its full path as it was called (a virtual environment's, not its base's)."""
+    word = found["argv"][0] if found["argv"] else ""
+    if not Path(word).name.startswith("python"):
+        return ""
+    try:
+        path = process.environment(found["pid"]).get("PATH")
+    except OSError:  # another user's process
+        path = None
+    return shutil.which(word, path=path) or ""
 
 
 def _is_here(host):
