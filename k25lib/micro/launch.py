@@ -319,7 +319,7 @@ def run_collectives(settings, python=None, world=2, timeout_s=900, on_row=None, 
     --rdzv-endpoint ...). A task's "environment" (NCCL_ALGO ...) gets processes of its own. python as for run_gemm.
     """
     settings = dict(settings)
-    tasks, common = settings.pop("tasks"), settings.pop("env", {})
+    tasks, common = settings.pop("tasks"), {"OMP_NUM_THREADS": "1"} | settings.pop("env", {})  # as torchrun has it
     options = settings.pop("torchrun", None) or ["--standalone", "--local-addr", "localhost"]
     arguments = ["-m", "torch.distributed.run", *options, "--nproc-per-node", str(world)]
     arguments += ["-m", "k25lib.micro.collectives"]

@@ -57,7 +57,8 @@ def collective_tasks(model, world, batches, gpu, variants=True):
             add("burst", "allreduce", batch * token_bytes, burst, backend=name, batch=batch)
     row_k = next((m.k for layer in model.shape.layers for m in layer if m.name == "o_proj"), model.shape.hidden)
     shape = [first, model.shape.hidden, row_k // world if row_k % world == 0 else row_k]
-    add("in place", "allreduce", first * token_bytes, burst, batch=first, gemm=shape)
+    calls = burst if gpu else SINGLE_CALLS  # a CPU would take minutes for that many GEMMs
+    add("in place", "allreduce", first * token_bytes, calls, batch=first, gemm=shape, calls_per_step=burst)
     for batch in batches:
         add("sizes", "allreduce", batch * token_bytes, batch=batch)
     for power in range(10, 27 if gpu else 21, 2):

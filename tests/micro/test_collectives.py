@@ -88,6 +88,8 @@ def test_the_plan_has_the_models_burst_and_sizes():
     assert {t["bytes"] for t in tasks if t.get("batch") == 256 and t["op"] == "allreduce"} == {3_670_016}
     assert {t["bytes"] for t in tasks if t["op"] == "alltoall" and t["batch"] == 1} == {14336, 114688}
     assert {t["bytes"] for t in tasks if t["op"] == "allgather" and t["batch"] == 1} == {14336 * 8}
+    (in_place,) = [t for t in collective_tasks(load_model(KIMI), 8, [1], gpu=False) if t["purpose"] == "in place"]
+    assert (in_place["calls_per_step"], in_place["gemm"]) == (122, [1, 7168, 1024])
     environments = [tuple(t["environment"].values()) for t in tasks if t["purpose"] == "variant"]
     assert len(set(environments)) == 6
     assert {t["backend"] for t in tasks} == {"nccl", "pynccl", "custom", "symm_mem"}
@@ -107,6 +109,7 @@ def test_every_operation_is_right_over_gloo():
         assert row["busbw_gb_s"] == pytest.approx(row["algbw_gb_s"] * collectives.FACTORS[row["op"]](2))
         assert row["algbw_gb_s"] == pytest.approx(14336 / row["time_us_median"] / 1e3)
         assert (row["world"], row["comparable"], row["nccl"]) == (2, False, None)
+        assert row["burst_ms"] == pytest.approx(3 * row["time_us_median"] / 1e3)
     assert rows[5]["gemm"] == "1x64x64"
     assert [row["status"] for row in rows[6:]] == ["not run", "not run", "failed", "failed"]
     assert "CUDA graphs need GPUs" in rows[6]["reason"]
