@@ -82,7 +82,11 @@ def smallest_visible(spread, before=1, after=1, confidence=CONFIDENCE):
 
 def restarts_for(spread, wanted, confidence=CONFIDENCE):
     """Restarts a side that a relative change of `wanted` needs to be seen four times in five; None above 100."""
-    return next((n for n in range(1, 101) if smallest_visible(spread, n, n, confidence) <= wanted), None)
+    for n in range(1, 101):
+        known = Spread(spread.sd, max(spread.df, 2 * (n - 1)))  # the restarts themselves make the spread better known
+        if smallest_visible(known, n, n, confidence) <= wanted:
+            return n
+    return None
 
 
 def usable_levels(run):

@@ -97,6 +97,9 @@ def test_restarts_for_a_wanted_change():
     n = compare.restarts_for(spread, 0.03)
     assert compare.smallest_visible(spread, n, n) <= 0.03 < compare.smallest_visible(spread, n - 1, n - 1)
     assert compare.restarts_for(compare.Spread(5.0, 20), 0.01) is None
+    assert (
+        compare.restarts_for(compare.Spread(0.02, 1), 0.05) == compare.restarts_for(compare.Spread(0.02, 6), 0.05) == 4
+    )
 
 
 @pytest.mark.parametrize(
