@@ -83,13 +83,19 @@ class Columns:
         self.correlation.fromlist([a.correlation for a in args])
         self.kind.fromlist([kind] * len(events))
 
-    def mark(self, event):
-        """Fold the pieces of one annotation (one a stream on the GPU) by its External id."""
-        key = (event.cat, event.name, event.args.external if event.args.external >= 0 else float(event.ts))
-        start, end = event.ts, event.ts + event.dur
-        if end >= start:  # a negative or missing duration marks nothing
-            known = self.marks.get(key, (start, end))
-            self.marks[key] = (min(start, known[0]), max(end, known[1]))
+    def mark(self, events):
+        """Fold the pieces of annotations (one a stream on the GPU) by External id, or start where there is none."""
+        marks = self.marks
+        for event in events:
+            start, number = event.ts, event.args.external
+            end = start + event.dur
+            key = (event.cat, event.name, number if number >= 0 else start)
+            known = marks.get(key)
+            if known is None:
+                if end >= start:  # a negative or missing duration marks nothing
+                    marks[key] = (start, end)
+            elif start < known[0] or end > known[1]:
+                marks[key] = (min(start, known[0]), max(end, known[1]))
 
 
 class Reader:
@@ -147,17 +153,17 @@ class Reader:
             if chosen:
                 columns.add(chosen, KINDS["kernel"])
         wanted = self.wanted
+        chosen = [e for e in events if e.cat in wanted or (not e.cat and e.name == "process_name")]
+        columns.mark([e for e in chosen if e.cat in MARKS])
         copies = {}
-        for event in [e for e in events if e.cat in wanted or (not e.cat and e.name == "process_name")]:
+        for event in chosen:
             cat = event.cat
-            if cat in MARKS:
-                columns.mark(event)
-            elif cat in LAUNCHES:
+            if cat in LAUNCHES:
                 columns.launches[event.args.correlation] = event.ts
             elif not cat:
                 if "Worker" in event.args.name or not columns.process:
                     columns.process = event.args.name
-            else:
+            elif cat not in MARKS:
                 copies.setdefault(KINDS[NAMES.get(cat, cat)], []).append(event)
         for kind, chosen in copies.items():
             columns.add(chosen, kind)

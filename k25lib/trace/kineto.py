@@ -87,6 +87,9 @@ def read(path, launches=False):
         columns = scan(path, operators=True)
     _meta(trace, columns)
     _tell(trace, columns)
+    if trace.is_cpu and re.search(rb'"deviceProperties"\s*:\s*\[\s*\{', columns.head + columns.foot):
+        why = "the file is cut before them" if trace.truncated else "were they recorded?"
+        trace.lose("no GPU events", 1, f"read as CPU operators, though the capture is of a GPU: {why}")
     if not columns.kind:
         what = "the file is cut before the first one" if trace.truncated else f"{columns.events} events in it"
         raise K25Error(f"{path} has neither GPU events nor CPU operators ({what}): was the profiler running?")

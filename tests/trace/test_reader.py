@@ -132,6 +132,18 @@ def test_what_is_no_trace_is_told_in_one_line(read, data, told):
     assert "\n" not in str(error.value)
 
 
+def test_a_gpu_capture_without_gpu_events_says_so(read):
+    events = [complete("cpu_op", "aten::mm", 1, 1, 10**15 + i * 10**6, 500) for i in range(3)]
+    trace = read(wrap(events).encode())
+    assert trace.is_cpu
+    assert losses(trace) == {"no GPU events": 1}
+    text = wrap([*events, kernel(FILL, 10**15, 900, 3)])
+    trace = read(text[: text.index('"kernel"')].encode())
+    assert trace.is_cpu
+    assert losses(trace) == {"no GPU events": 1, "truncated": 1}
+    assert any("cut before them" in loss["detail"] for loss in trace.losses)
+
+
 def test_missing_file(tmp_path):
     with pytest.raises(K25Error, match="cannot read"):
         kineto.read(tmp_path / "none.json")
