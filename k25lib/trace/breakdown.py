@@ -9,6 +9,7 @@ from k25lib.trace.categories import GROUPS, Categories
 SCHEMA = "k25.breakdown/1"
 TRACES = (".json", ".json.gz")
 CENSUS_CATEGORIES = ("moe_gemm", "attention", "gemm")
+WRAPPERS = ("vllm::unified_",)  # operators whose work is an operator inside: counted only where no such one is seen
 
 
 def breakdown(paths, group="fine", categories=None, expected=None, session=None):
@@ -214,8 +215,10 @@ def census(result, expected=None):
     """Counted calls per decode step of the lowest rank against the model's, from a result: rows of operation, expected,
     counted (and the difference, where they differ). `expected` maps operations or fine categories to calls per step."""
     lead, counted = min(result["capture"]["ranks"]), {}
-    for row in result["kernels"]:
-        if row["rank"] == lead:
+    rows = [row for row in result["kernels"] if row["rank"] == lead]
+    inner = {row["fine"] for row in rows if not row["name"].startswith(WRAPPERS)}
+    for row in rows:
+        if not row["name"].startswith(WRAPPERS) or row["fine"] not in inner:
             counted[row["fine"]] = counted.get(row["fine"], 0.0) + row["calls"]
     collectives = {row["op"]: row["calls"] for row in result["skew"] if row["rank"] == lead and row["calls"]}
     counted |= collectives

@@ -60,6 +60,8 @@ def test_made_up_names_are_unknown(rules, name):
         ("memcpy128", "memcpy"),
         ("_C::shm_allreduce", "allreduce_custom"),
         ("_C::onednn_mm", "gemm"),
+        ("_C::weight_packed_linear", "gemm"),
+        ("_C::bmm_cpu", "gemm"),
         ("_C::cpu_fused_moe", "moe_gemm"),
         ("vllm::unified_mla_attention_with_output", "attention"),
         ("vllm::unified_mla_kv_cache_update", "kv_cache"),
