@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 from k25lib.client import Client
 from k25lib.environment import gpus
@@ -88,9 +89,9 @@ class Controlled(External):
     """A server that may be restarted: stopped for the microbenchmarks, started with a profiler for the captures, and
     put back to its normal configuration at the end, also after a failure."""
 
-    def __init__(self, settings, control, folder, allowed=True, dry=False):
+    def __init__(self, settings, control, allowed=True, dry=False):
         super().__init__(settings)
-        self.traces = settings.traces or str(folder / "profiler")
+        self.traces = settings.traces or str(cache_dir(PROJECT) / "traces")
         more = {"allowed": allowed, "dry": dry, "say": say}
         self.control = Control(control, **more) if control else Control.of_url(settings.url, **more)
         self.with_profiler = self.control.profiled(self.traces)  # looked up before anything is stopped
@@ -128,6 +129,8 @@ class Controlled(External):
         self.control.stop()
         self.mode = "stopped"
         command = self.with_profiler if mode == "profiling" else None
+        if not self.control.via:
+            Path(self.traces).mkdir(parents=True, exist_ok=True)  # vLLM makes it only when it writes
         probe = None if self.control.via else process.activity
         starts = cache_dir(PROJECT) / "starts.json"
         self.control.bring_up(self.settings.url, command, say=say, probe=probe, starts=starts)

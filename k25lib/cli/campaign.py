@@ -28,7 +28,7 @@ def run_campaign(args):
     """Run or resume a campaign; exit 1 if a phase failed."""
     from k25lib.campaign.plan import chosen_phases, default_phases, left
     from k25lib.campaign.runner import Runner, new_run, settings_of
-    from k25lib.campaign.servers import alone
+    from k25lib.campaign.servers import External, alone
     from k25lib.client import Client
     from k25lib.run import PROJECT, Run
     from k25lib.settings import load_settings, with_server
@@ -55,34 +55,33 @@ def run_campaign(args):
         return _say_plan(chosen, settings, args)
     name = "embedded" if embedded else re.sub(r"[^A-Za-z0-9.]+", "-", Client(settings.server.url).shown_url)
     with alone(name):
+        if args.wait and not embedded:
+            External(settings.server).wait(args.wait)
+        runner.server = _server(settings, args)
         runner.run = run = run or new_run(settings, ["k25", *sys.argv[1:]])
         print(f"run: {run.path}", file=sys.stderr)
-        runner.server = _server(settings, args, run)
-        if args.wait and not embedded:
-            runner.server.wait(args.wait)
         failed = runner.go(chosen)
     print(run.report_dir / "index.html")
     return 1 if failed else 0
 
 
-def _server(settings, args, run):
+def _server(settings, args):
     from k25lib.campaign.servers import Controlled, External, Own
 
     if not settings.server.url:
         return Own()
     if args.allow_restart:
-        return Controlled(settings.server, settings.control, run.path)
+        return Controlled(settings.server, settings.control)
     return External(settings.server, args.gpus_are_free)
 
 
 def _say_plan(chosen, settings, args):
     from k25lib.campaign.servers import Controlled
-    from k25lib.run import runs_root
 
     print("phases:", ", ".join(phase.name for phase in chosen))
     print("server:", settings.server.url or "the embedded one, stopped for the microbenchmarks")
     if args.allow_restart:
-        server = Controlled(settings.server, settings.control, runs_root() / "RUN", allowed=False, dry=True)
+        server = Controlled(settings.server, settings.control, allowed=False, dry=True)
         for command in server.plan():
             print("would run:", command)
 
