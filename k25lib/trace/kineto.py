@@ -107,13 +107,15 @@ def read(path, launches=False):
     trace.origin_ns += columns.offset_us * 1000
     lo, hi = (trace.start_ns[0], trace.start_ns[-1]) if len(trace.start_ns) else (0, 0)
     reach = max(int(hi - lo), 10**9)
+    far = []
     for (cat, name, _), (start, end) in sorted(columns.marks.items(), key=lambda item: item[1]):
-        start, end = (np.array([start, end]) - first) * 1000
-        if not lo - reach <= start <= end <= hi + reach:
-            trace.lose("absurd annotation", 1, f"{name}: its times are far from every event, set aside")
-            continue
-        marks = trace.marks if cat.startswith("gpu") else trace.cpu_marks
-        marks.append((name, round(start), round(end)))
+        start, end = (start - first) * 1000, (end - first) * 1000
+        if lo - reach <= start <= end <= hi + reach:
+            marks = trace.marks if cat.startswith("gpu") else trace.cpu_marks
+            marks.append((name, round(start), round(end)))
+        else:
+            far.append(name)
+    trace.lose("absurd annotation", len(far), f"times far from every event, set aside: {', '.join(far[:3])}")
     trace.launches = {c: round((t - first) * 1000) for c, t in columns.launches.items() if t == t}
     return trace
 

@@ -388,3 +388,14 @@ def test_peek_agrees_with_reading(c64, cpu, dp):
         known, trace = kineto.peek(path), kineto.read(path)
         assert (known["rank"], known["world_size"]) == (trace.meta["rank"], trace.meta["world_size"])
         assert abs(known["start_ns"] - trace.origin_ns) < 5e9
+
+
+def test_an_annotation_of_absurd_length_is_set_aside(base, read):
+    text, truth = base
+    mark = complete(
+        "gpu_user_annotation", "execute_context_0(0)_generation_1(1)", 0, 7, 10**12, 10**17, '"External id": 99'
+    )
+    trace = read(text.replace(b'"traceEvents": [', b'"traceEvents": [' + mark.encode() + b",", 1))
+    assert losses(trace) == {"absurd annotation": 1}
+    assert len(trace.marks) == 3
+    assert sorted(rows(trace)) == truth
