@@ -147,7 +147,8 @@ def _result(measured, groups, chosen, losses, tables):
         losses.append(_loss(clash["files"][-1], "rank clash", len(clash["files"]), detail))
     missing = sorted(set(range(world)) - set(rank_of))
     if missing:
-        losses.append(_loss(Path(lead["path"]).parent, "missing ranks", len(missing), f"no trace of ranks {missing}"))
+        some = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+        losses.append(_loss(Path(lead["path"]).parent, "missing ranks", len(missing), f"no trace of ranks {some}"))
     collectives, skew, told = ranks.pair([lead] if clashes else measured)
     losses += told
     checks = _cross_check(measured, tables, losses)

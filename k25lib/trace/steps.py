@@ -107,7 +107,9 @@ def _inside(marks, times):
     starts, ends = (np.array([m[i] for m in marks], np.int64) for i in (2, 3))
     last = np.searchsorted(starts, times, "right") - 1
     of = np.where((last >= 0) & (times < ends[last]), last, -1)
-    before = (of < 0) & (last > 0) & (times < ends[last - 1])  # an outer mark that an inner one interrupts
+    before = (
+        (of < 0) & (last > 0) & (times < ends[np.maximum(last - 1, 0)])
+    )  # an outer mark that an inner one interrupts
     of[before] = last[before] - 1
     return of
 

@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 import pytest
-from generate import write_capture
+from generate import load, write_capture
 
 from k25lib.trace import kineto, steps
 from k25lib.trace.breakdown import breakdown
@@ -209,6 +209,17 @@ def test_sampling_after_the_annotation_belongs_to_the_step_before(tmp_path):
     assert result["steps"]["decode"] == 12
     assert result["steps"]["dummy"] == result["steps"]["partial"] == 0
     assert result["per_step"][0]["kernel_sum_ms"] == pytest.approx(truth["decode_sum_ns"] / 12e6, rel=1e-9)
+
+
+def test_one_annotation_and_kernels_before_it(tmp_path):
+    """What a cut file may leave: nothing fails, and the kernels before the only mark are no decode step."""
+    (path,), _ = write_capture(tmp_path, **CAMPAIGN | {"decode": 3, "prefill": 0})
+    marks = {e["ts"] for e in load(path) if e.get("cat") == "gpu_user_annotation"}
+    last = sorted(marks)[-2]
+    edited(path, path, lambda e: e if e.get("cat") != "gpu_user_annotation" or e["ts"] >= last else None)
+    result = breakdown([path])
+    assert result["steps"]["decode"] == 1
+    assert result["steps"]["dummy"] == 2
 
 
 def test_no_steps_at_all(tmp_path):
