@@ -1,5 +1,6 @@
 """Commands: `k25 breakdown` (where a decode step's time goes) and `k25 slice` (one step as a file for Perfetto)."""
 
+import gc
 import os
 import sys
 
@@ -27,6 +28,7 @@ def add(commands):
 
 
 def _breakdown(args):
+    gc.disable()  # a short process whose data are columns: collecting would only cost time
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's thread pool costs more than all sums here
     from k25lib.trace.breakdown import breakdown, census, expected_calls, find_files
 
