@@ -30,6 +30,7 @@ from k25lib.micro.kernels import (
     weight_bytes,
 )
 
+WAKE_S = 0.5
 MEAN_BOUND, MAX_BOUND = 5e-3, 1e-2  # of |reference|; a looser mean alone passes a wrong last scale group
 
 
@@ -298,6 +299,7 @@ def device_facts(device):
     else:
         name, cache = f"{timing.cpu_name()}, {torch.get_num_threads()} thread(s)", timing.last_cache_bytes()
     sample = timing.sample_cuda if cuda else timing.sample_cpu
+    timing.wake(device, WAKE_S)
     # Larger than the cache where that costs little; a CPU's share of a large shared cache is not known anyway.
     copied, read, size = _bandwidth(sample, device, max(4 * cache, 2**30) // 4 if cuda else 2**25)
     n = 8192 if cuda else 1024
