@@ -5,7 +5,7 @@ def dram_efficiency(step, tpot_ms, hardware, achievable_gb_s=None):
     """Share of the memory bandwidth that a step uses, in percent, with bytes, bandwidths and context beside it.
 
     step: the model's Step (its `context` says how much KV cache is counted). Percent of the peak, and of
-    `achievable_gb_s` (a measured copy) where that is known.
+    `achievable_gb_s` (a measured read or copy) where that is known.
     """
     total = step.weight_bytes + step.kv_bytes
     ideal_ms = step.ideal_ms(hardware.dram_gb_s)
@@ -32,7 +32,8 @@ def dram_efficiency(step, tpot_ms, hardware, achievable_gb_s=None):
     }
     if achievable_gb_s:
         result["percent_of_achievable"] = 100 * step.ideal_ms(achievable_gb_s) / tpot_ms
-        text += f"; {result['percent_of_achievable']:.1f} % of the {achievable_gb_s / 1e3:.3f} TB/s that a copy reaches"
+        share, tb_s = result["percent_of_achievable"], achievable_gb_s / 1e3
+        text += f"; {share:.1f} % of the {tb_s:.3f} TB/s that a read or a copy reaches"
     return {**result, "text": text}
 
 

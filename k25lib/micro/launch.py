@@ -294,13 +294,14 @@ def run_gemm(settings, python=None, timeout_s=900, on_row=None, on_facts=None):
 def _against_peak(row, facts):
     """The columns that set a row against its bound: the published peak of the device, or what it was measured to do."""
     known = find(facts.get("device", ""))
-    gb_s = known.dram_gb_s if known else max(facts.get("copy_gb_s", 0), facts.get("read_gb_s", 0))
+    achievable_gb_s = max(facts.get("copy_gb_s", 0), facts.get("read_gb_s", 0))
+    gb_s = known.dram_gb_s if known else achievable_gb_s
     tflop_s = known.bf16_tflop_s if known else facts.get("gemm_tflop_s", 0)
     columns = {
         "peak_gb_s": gb_s or None,
         "peak_tflop_s": tflop_s or None,
         "peak_source": "published" if known else "measured here",
-        "achievable_gb_s": facts.get("copy_gb_s"),
+        "achievable_gb_s": achievable_gb_s or None,
         "method": facts.get("method"),
     }
     if row["status"] != "ok" or not (gb_s and tflop_s):
