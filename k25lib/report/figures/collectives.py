@@ -54,7 +54,7 @@ def latency(frame):
     figure = go.Figure()
     figure.update_layout(**layout(f"Collectives: time against size{_where(frame)}", 520))
     figure.update_xaxes(title="message, bytes (powers of two: KiB, MiB)", type="log", **_ticks(good))
-    figure.update_yaxes(title="us a call, median over ranks", type="log")
+    figure.update_yaxes(title="us a call, median over ranks", type="log", dtick="D2")
     if good.empty:
         return _empty(figure)
     for op, rows in good.groupby("op", sort=False):
@@ -229,7 +229,7 @@ def exchange_figure(frame):
     title = f"One MoE layer's exchange: AllReduce or expert parallel{_where(frame)}"
     figure.update_layout(**layout(title, 430), barmode="group")
     figure.update_xaxes(title="M, tokens a step", type="category")
-    figure.update_yaxes(title="us", type="log")
+    figure.update_yaxes(title="us", type="log", dtick="D2")
     if rows.empty:
         return _empty(figure)
     for column, name, shade in (

@@ -48,8 +48,8 @@ def roofline(frame, batch):
     title = f"Roofline of the decode step's GEMMs, M={batch} (area: share of their time)"
     figure.update_layout(**layout(title, 480))
     figure.update_layout(legend_itemsizing="constant")
-    figure.update_xaxes(title="intensity, FLOP per byte", type="log")
-    figure.update_yaxes(title="rate, TFLOP/s", type="log")
+    figure.update_xaxes(title="intensity, FLOP per byte", type="log", dtick=1)
+    figure.update_yaxes(title="rate, TFLOP/s", type="log", dtick=1)
     if good.empty:
         return _empty(figure)
     intensity = good["tflop_s"] / good["gb_s"] * 1e3
@@ -126,7 +126,7 @@ def experts(frame):
     figure = go.Figure()
     figure.update_layout(**layout("Routed experts: one layer's grouped GEMMs against batch size", 440))
     figure.update_xaxes(title="M, tokens a step", type="log", dtick="L1" if len(good) < 3 else None)
-    figure.update_yaxes(title="us a launch", type="log")
+    figure.update_yaxes(title="us a launch", type="log", dtick="D2")
     if good.empty:
         return _empty(figure)
     figure.update_xaxes(tickvals=sorted(good["m"].unique()))

@@ -123,7 +123,7 @@ def _distribution(samples, axis, title):
     for (name, values, weights), line_colour in zip(samples, colours, strict=False):
         x = np.quantile(values, SHARES, weights=weights, method="inverted_cdf")
         figure.add_scatter(x=x, y=SHARES * 100, name=name, mode="lines", line_color=line_colour)
-    figure.update_xaxes(title_text=axis, type="log")
+    figure.update_xaxes(title_text=axis, type="log", dtick=1)
     figure.update_yaxes(title_text="share, %", range=[0, 101])
     return figure.update_layout(**layout(title))
 
