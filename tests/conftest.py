@@ -1,8 +1,14 @@
 """What all tests share: one real server for the whole session, and CI's rule that nothing is skipped."""
 
 import os
+import signal
 
 import pytest
+
+
+def pytest_configure():
+    """A shell's background jobs inherit SIGINT as ignored, and their children too: tests that send it need it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
