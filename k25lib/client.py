@@ -180,6 +180,17 @@ class Client:
         """True if the server has a profiler: then a stop without a start is 200 and does nothing, else 404."""
         return self._call("POST", "/stop_profile", timeout_s=60.0).status_code != 404
 
+    def require_profiler(self):
+        """Raises ProfilerMissing, with the flag to add, if the server has none."""
+        if not self.has_profiler():
+            raise self._no_profiler()
+
+    def _no_profiler(self):
+        return ProfilerMissing(
+            f"{self.shown_url} runs without a profiler: start it with {PROFILER_FLAG} "
+            "(vLLM before 0.20: the environment variable VLLM_TORCH_PROFILER_DIR)"
+        )
+
     def start_profile(self):
         """Start the profiler. A 409 means that it runs already (0.32; older versions answer 200 twice)."""
         return self._profile("/start_profile", 60.0)
@@ -191,10 +202,7 @@ class Client:
     def _profile(self, path, timeout_s):
         answer = self._call("POST", path, timeout_s=timeout_s)
         if answer.status_code == 404:
-            raise ProfilerMissing(
-                f"{self.shown_url} runs without a profiler: start it with {PROFILER_FLAG} "
-                "(vLLM before 0.20: the environment variable VLLM_TORCH_PROFILER_DIR)"
-            )
+            raise self._no_profiler()
         if answer.status_code == 409:
             raise K25Error(f"{self.shown_url}: the profiler runs already; POST /stop_profile ends it")
         if not answer.ok:

@@ -217,7 +217,7 @@ def test_a_server_killed_in_the_middle_of_the_sweep(tmp_path):
     why = run.manifest["phases"]["02_macro"]["why"]
     assert "connection" in why.lower() or "no server answers" in why, why
     document = (tmp_path / "reports" / run.path.name / "k25b6000bench1.md").read_text()
-    assert why[:60] in document
+    assert "Connection refused" in document
     assert not run.table("requests").empty  # what was measured before is kept
 
 
