@@ -1,6 +1,7 @@
 """campaign.toml and overrides -> one checked Settings. Unknown keys and wrong types are errors that list what is."""
 
 import difflib
+import re
 import tomllib
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -82,6 +83,8 @@ def from_tree(tree):
     embedded = tree.get("embedded", {})
     _known(embedded, list(NOTEBOOKS), "table [embedded.…]")
     made = {name: _record(kind, tree.get(name, {}), name) for name, kind in tables.items()}
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", made["campaign"].name):
+        raise UsageError("campaign.name names files: letters, digits, dots, dashes and underscores only")
     notebooks = {name: _table(tree.get(name, {}), name) for name in NOTEBOOKS}
     control = _table(tree.get("control", {}), "control")
     return Settings(

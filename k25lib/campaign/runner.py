@@ -58,6 +58,8 @@ class Runner:
                 self.run.update(server_error=str(error))
                 self.say(f"the server could not be left as it was found: {error}")
             self._keep_server_log()
+            if not self.settings.campaign.keep_captures:
+                drop_traces(self.run)
             self._report(page=True)
         states = self.run.manifest["phases"]
         return [p.name for p in chosen if states[p.name]["state"] == "failed"]
@@ -123,6 +125,18 @@ class Runner:
         except Exception as error:  # a fault in a report must not cost the measurements
             self.run.update(report_error=f"{type(error).__name__}: {error}")
             self.say(f"the report could not be written: {type(error).__name__}: {error}")
+
+
+def drop_traces(run):
+    """Delete the traces of a run whose breakdown is done (hundreds of MB); its tables and capture.json stay."""
+    if run.manifest["phases"].get("06_breakdown", {}).get("state") != "ok":
+        return
+    for folder in run.captures().values():
+        for trace in folder.glob("*.trace.json*"):
+            trace.unlink()
+    with run.changing() as manifest:
+        for record in manifest.get("captures", {}).values():
+            record["dropped"] = True
 
 
 def new_run(settings, command):

@@ -38,6 +38,7 @@ def test_a_manifest_gives_the_same_settings_back():
         ("server.uri=1", ["'uri'", "did you mean url?", "traces"]),
         ("campaign.cell_timeout_s=true", ["campaign.cell_timeout_s must be int, not True"]),
         ("server.tp=eight", ["server.tp must be int, not 'eight'"]),
+        ("campaign.name=a/b", ["campaign.name names files"]),
         ("concurrency", ["--set takes table.key=value"]),
         ("macro.=3", ["--set takes table.key=value"]),
     ],

@@ -1,0 +1,20 @@
+"""What a campaign leaves in its run."""
+
+import pytest
+
+from k25lib.campaign.runner import drop_traces
+from k25lib.run import Run
+
+
+@pytest.mark.parametrize(
+    ("state", "left"), [("ok", ["capture.json"]), ("failed", ["capture.json", "r0.pt.trace.json.gz"])]
+)
+def test_traces_are_dropped_only_after_their_breakdown(tmp_path, state, left):
+    run = Run.create("x", tmp_path, phases={"06_breakdown": {"state": state}}, captures={"c1": {"ranks": [0]}})
+    folder = run.path / "captures" / "c1"
+    folder.mkdir(parents=True)
+    for name in ("capture.json", "r0.pt.trace.json.gz"):
+        (folder / name).write_text("{}")
+    drop_traces(run)
+    assert sorted(p.name for p in folder.iterdir()) == left
+    assert run.manifest["captures"]["c1"].get("dropped", False) == (state == "ok")
