@@ -14,7 +14,7 @@ import zlib
 from contextlib import contextmanager
 from pathlib import Path
 
-from k25lib.client import Client, ProfilerMissing
+from k25lib.client import Client, ProfilerRunning
 from k25lib.errors import K25Error
 from k25lib.load.sweep import send
 
@@ -74,11 +74,7 @@ def _profiling(client, stop_timeout_s, say):
     began = time.monotonic()
     try:
         client.start_profile()
-    except ProfilerMissing:
-        raise
-    except K25Error as error:
-        if "runs already" not in str(error):
-            raise
+    except ProfilerRunning:
         say("the profiler runs already, from a session that was cut off: stopping it first")
         client.stop_profile(stop_timeout_s)
         client.start_profile()

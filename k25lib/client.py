@@ -25,6 +25,10 @@ class ProfilerMissing(K25Error):
     """The server runs without a profiler (404 on /start_profile)."""
 
 
+class ProfilerRunning(K25Error):
+    """The profiler runs already (409 on /start_profile)."""
+
+
 PROFILER_FLAG = (
     '--profiler-config \'{"profiler":"torch","torch_profiler_dir":"/ABSOLUTE/DIR",'
     '"torch_profiler_with_stack":false,"ignore_frontend":true}\''
@@ -204,7 +208,7 @@ class Client:
         if answer.status_code == 404:
             raise self._no_profiler()
         if answer.status_code == 409:
-            raise K25Error(f"{self.shown_url}: the profiler runs already; POST /stop_profile ends it")
+            raise ProfilerRunning(f"{self.shown_url}: the profiler runs already; POST /stop_profile ends it")
         if not answer.ok:
             raise K25Error(f"{self.shown_url}: POST {path} failed ({answer.status_code}): {_short(answer.text)}")
 

@@ -7,8 +7,6 @@ from k25lib.errors import UsageError
 from k25lib.run import PROJECT
 from k25lib.settings import NOTEBOOKS
 
-STATES = ("pending", "running", "ok", "failed", "skipped")
-
 
 @dataclass(frozen=True)
 class Phase:
