@@ -1,5 +1,6 @@
 """What a run knows, gathered from its tables for the findings; what is not there is None and told in `missing`."""
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -178,9 +179,8 @@ def _micro(facts, run):
     facts.link_us = float(size * largest["time_us_median"] / largest["bytes"]) if largest["bytes"] > size else None
     allreduce = rows[(rows["op"] == "allreduce") & purpose.isin(["burst", "variant"])]
     for row in allreduce.to_dict("records"):
-        environment = row.get("environment")
-        setting = "" if environment in (None, "", "{}") else f" {environment}"
-        name = f"{row['backend']} {row.get('mode', '')}{setting}".strip()
+        chosen = json.loads(row.get("environment") or "{}")
+        name = " ".join([row["backend"], row.get("mode", ""), *(f"{key}={value}" for key, value in chosen.items())])
         facts.allreduces[name] = float(row["time_us_median"])
     for name in ("pynccl graph", "nccl graph", "nccl eager"):  # vLLM's own NCCL calls first: those a server launches
         facts.burst_us = facts.burst_us or facts.allreduces.get(name)

@@ -6,9 +6,6 @@ Settings: {"device", "seconds": time per row, "tasks": [...]}. A task is one row
 "reducescatter"|"alltoall"|"dispatch+combine", "bytes", "calls", "mode": "eager"|"graph", "backend": "nccl"|"gloo"|
 "pynccl"|"custom"|"symm_mem", "gemm": optional [m, n, k] computed before each call}. `calls` run back to back on
 distinct buffers, refilled before each round; times are per call. The data of all calls is checked after the last round.
-
-`bytes` (S) is the whole message: what a rank holds before an AllReduce, ReduceScatter or All-to-All, and after an
-AllGather. algbw = S/t; busbw = algbw x FACTORS, the conventions of nccl-tests.
 """
 
 import datetime
@@ -22,139 +19,12 @@ import torch
 import torch.distributed as dist
 
 from k25lib.micro import timing
+from k25lib.micro.messages import Buffers, NotRun, bandwidths, reducer
 
-FACTORS = {
-    "allreduce": lambda n: 2 * (n - 1) / n,
-    "allgather": lambda n: (n - 1) / n,
-    "reducescatter": lambda n: (n - 1) / n,
-    "alltoall": lambda n: (n - 1) / n,
-    "dispatch+combine": lambda n: 2 * (n - 1) / n,  # two All-to-Alls of S each
-}
 WAKE_S = 1.5  # of traffic before the first task
 WAKE_BYTES = 2**24
 HEAD_START = 500_000  # cycles that a GPU waits before a graph, so that launching it is not in its time
 RECORDED = ("NCCL_", "TORCH_NCCL", "TORCH_SYMM", "NVSHMEM", "GLOO_", "VLLM_ALLREDUCE", "CUDA_VISIBLE", "OMP_NUM")
-
-
-class NotRun(Exception):
-    """This row can't be had here; the message says why."""
-
-
-def bandwidths(op, size_bytes, time_us, world):
-    """(algbw, busbw) in 10^9 bytes/s of one collective of `size_bytes` that took `time_us` over `world` ranks."""
-    algbw = size_bytes / time_us / 1e3
-    return algbw, algbw * FACTORS[op](world)
-
-
-def values(elements, rank, call, world, device):
-    """The test data of one rank and call: small integers, so that a sum over all ranks is exact in BF16.
-
-    The factors have no divisor in common with any modulus: values differ along the buffer, by rank and by call.
-    """
-    most = max(1, min(6, 256 // world))
-    index = torch.arange(elements, device=device, dtype=torch.int64)
-    return ((index * 17 + rank * 23 + call * 29) % (2 * most + 1) - most).to(torch.bfloat16)
-
-
-class Buffers:
-    """What one call reads and writes: `refill()` before a round, `run()` the call, `wrong()` elements after it."""
-
-    def __init__(self, task, call, rank, world, device, reduce):
-        self.op, size = task["op"], task["bytes"]
-        split = 1 if self.op == "allreduce" else world
-        if size % (2 * split):
-            raise ValueError(f"{size} bytes do not divide into {split} BF16 parts")
-        total, part = size // 2, size // 2 // split
-        mine = [values(total if self.op != "allgather" else part, r, call, world, device) for r in range(world)]
-        self.source = mine[rank]
-        self.input = self.source.clone()
-        whole = slice(rank * part, (rank + 1) * part)
-        if self.op == "allreduce":
-            self.output, self.expected = self.input, sum(v.float() for v in mine)
-        elif self.op == "allgather":
-            self.output, self.expected = torch.zeros(total, dtype=torch.bfloat16, device=device), torch.cat(mine)
-        elif self.op == "reducescatter":
-            self.output = torch.zeros(part, dtype=torch.bfloat16, device=device)
-            self.expected = sum(v[whole].float() for v in mine)
-        elif self.op == "alltoall":
-            self.output, self.expected = torch.zeros_like(self.input), torch.cat([v[whole] for v in mine])
-        elif self.op == "dispatch+combine":  # there and back again: what comes home is what left
-            self.output, self.expected = torch.zeros_like(self.input), self.source
-        else:
-            raise NotRun(f"no operation {self.op!r}")
-        self.reduce = reduce
-
-    def refill(self):
-        self.input.copy_(self.source)
-        if self.output is not self.input:
-            self.output.zero_()
-
-    def run(self):
-        if self.op == "allreduce":
-            self.output = self.reduce(self.input)
-        elif self.op == "allgather":
-            dist.all_gather_into_tensor(self.output, self.input)
-        elif self.op == "reducescatter":
-            dist.reduce_scatter_tensor(self.output, self.input)
-        elif self.op == "alltoall":
-            dist.all_to_all_single(self.output, self.input)
-        else:
-            dist.all_to_all_single(self.output, self.input)
-            dist.all_to_all_single(self.input, self.output)
-
-    def wrong(self):
-        found = self.input if self.op == "dispatch+combine" else self.output
-        return int((found.float() != self.expected.float()).sum())
-
-
-def reducer(backend, control, device):
-    """The AllReduce of a backend: a function of a tensor that returns the reduced one, and its graph context.
-
-    Raises NotRun where this backend can't be had, with the reason.
-    """
-    if backend in ("nccl", "gloo"):
-        if backend != dist.get_backend():
-            raise NotRun(f"the ranks talk {dist.get_backend()} here")
-
-        def in_place(tensor):
-            dist.all_reduce(tensor)
-            return tensor
-
-        return in_place, None
-    if device.type != "cuda":
-        raise NotRun(f"{backend} needs GPUs")
-    if backend == "symm_mem" and os.environ.get("VLLM_ALLREDUCE_USE_SYMM_MEM") == "0":
-        raise NotRun("switched off by VLLM_ALLREDUCE_USE_SYMM_MEM=0")
-    os.environ.setdefault("VLLM_SKIP_P2P_CHECK", "1")  # its own check wants the server's process groups
-    try:
-        if backend == "pynccl":
-            from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator as Communicator
-        elif backend == "custom":
-            from vllm.distributed.device_communicators.custom_all_reduce import CustomAllreduce as Communicator
-        elif backend == "symm_mem":
-            from vllm.distributed.device_communicators.symm_mem import SymmMemCommunicator as Communicator
-        else:
-            raise NotRun(f"no backend {backend!r}")
-        communicator = Communicator(control, device)
-    except NotRun:
-        raise
-    except Exception as error:
-        raise NotRun(f"vLLM's {backend} is not usable here: {timing.one_line(error)}") from error
-    if getattr(communicator, "disabled", False):
-        raise NotRun(f"vLLM's {backend} disables itself on these GPUs (see its log)")
-    call = {
-        "pynccl": lambda tensor: communicator.all_reduce(tensor, stream=torch.cuda.current_stream()),
-        "custom": getattr(communicator, "custom_all_reduce", None),
-        "symm_mem": communicator.all_reduce,
-    }[backend]
-
-    def out_of_place(tensor):
-        out = call(tensor)
-        if out is None:
-            raise NotRun(f"vLLM's {backend} does not take {tensor.numel() * 2} bytes")
-        return out
-
-    return out_of_place, communicator.capture if backend == "custom" else None
 
 
 class Bench:
@@ -201,7 +71,7 @@ class Bench:
             "device": " + ".join(sorted(set(names))), "world": self.world, "torch": torch.__version__,
             "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
             "topology": _topology() if cuda else "one host: processes over loopback",
-            "comparable": cuda, "method": timing.METHOD,
+            "comparable": cuda, "method": timing.METHOD, "as_in_server": self.as_in_server,
             "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(RECORDED)},
         }  # fmt: skip
 
@@ -215,6 +85,22 @@ class Bench:
             raise self.reducers[backend]
         return self.reducers[backend]
 
+    def accompany(self):
+        """Make the communicator that a serving process has beside torch's; whether it could be had, on a GPU.
+
+        After each call of a CUDA graph NCCL puts an event node, so that the graph mixes with launches outside it
+        (NCCL_GRAPH_MIXING_SUPPORT). On H200s with NCCL 2.28 the burst of 14 KiB takes 6.5 us a call without these
+        nodes and 7.5 with them, but 17 in a process that has no communicator but torch's (kernels alike, 11 us
+        between them; 2.2 ms on the host to launch 122 calls, where 0.18 are usual). A server is never in that state.
+        """
+        if self.device.type != "cuda":
+            return None
+        try:
+            self.reducer("pynccl")
+        except NotRun:
+            return False
+        return True
+
     def agree(self, mine):
         """What every rank has to say, in the order of the ranks."""
         all_of_them = [None] * self.world
@@ -222,8 +108,7 @@ class Bench:
         return all_of_them
 
     def wake(self):
-        """Bring clocks and links up: the first second of a process reads 20 us for 14 KiB where 7.6 us is right, with
-        nothing before it and with GEMMs before it. Nothing on CPUs."""
+        """Bring the clocks up: at idle (345 MHz on an H200) everything reads too slow. Nothing on CPUs."""
         if self.device.type != "cuda":
             return
         data = torch.ones(WAKE_BYTES // 4, device=self.device)
@@ -337,6 +222,7 @@ class Bench:
         timing.mark("joining the other ranks", self.rank)
         self.start(device)
         self.aligner = torch.zeros(1, device=self.device)
+        self.as_in_server = self.accompany()
         self.wake()
         dist.all_reduce(self.aligner)  # the connections are made here, not in the first row
         self.say("device", **self.facts())

@@ -24,7 +24,7 @@ from pathlib import Path
 from k25lib.errors import K25Error, UsageError
 from k25lib.hardware import find
 
-MODULES = ("timing.py", "kernels.py", "gemm.py", "collectives.py")
+MODULES = ("timing.py", "kernels.py", "gemm.py", "messages.py", "collectives.py")
 START_S = 180  # to import torch and vLLM, and to meet the other ranks
 RESTARTS = 6  # after so many deaths the rest is not run
 

@@ -1,6 +1,10 @@
 """What to time: the rows that a model's decode step asks for, as tasks of the two workers."""
 
-ALGORITHMS, PROTOCOLS = ("Ring", "Tree"), ("LL", "LL128", "Simple")
+VARIANTS = [
+    {},
+    *({"NCCL_ALGO": a, "NCCL_PROTO": p} for a in ("Ring", "Tree") for p in ("LL", "LL128", "Simple")),
+    {"NCCL_GRAPH_MIXING_SUPPORT": "0"},  # no event node after each call of a CUDA graph
+]
 SERVER_BACKENDS = ("pynccl", "custom", "symm_mem")
 SINGLE_CALLS = 20  # back to back, as nccl-tests does
 MOST_BYTES = 2**28  # all buffers of one row together
@@ -72,9 +76,7 @@ def collective_tasks(model, world, batches, gpu, variants=True):
             add("expert parallel", "alltoall", part, batch=batch)
         add("expert parallel", "dispatch+combine", size * max(1, top_k), batch=batch)
     if gpu and variants:
-        for algorithm in ALGORITHMS:
-            for protocol in PROTOCOLS:
-                environment = {"NCCL_ALGO": algorithm, "NCCL_PROTO": protocol}
-                add("variant", "allreduce", first * token_bytes, burst, batch=first, environment=environment)
-                add("variant", "allreduce", 2**20, environment=environment)
+        for environment in VARIANTS:
+            add("variant", "allreduce", first * token_bytes, burst, batch=first, environment=environment)
+            add("variant", "allreduce", 2**20, environment=environment)
     return tasks

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_launch import PLANTED, no_traces  # noqa: F401 (an autouse fixture: nothing stays behind)
 
-from k25lib.micro import collectives, launch
+from k25lib.micro import collectives, launch, messages
 from k25lib.micro.fit import fit
 from k25lib.micro.plan import collective_tasks
 from k25lib.model import load_model
@@ -42,24 +42,24 @@ def measure(tasks, fault="", world=2, row_timeout_s=20, **more):
     ],
 )
 def test_bus_bandwidth_factors(op, factor, world):
-    algbw, busbw = collectives.bandwidths(op, 10**9, 1e6, world)
+    algbw, busbw = messages.bandwidths(op, 10**9, 1e6, world)
     assert algbw == 1.0
     assert busbw == factor(world)
 
 
 def test_the_known_row():
-    algbw, busbw = collectives.bandwidths("allreduce", 14336, 78, 8)
+    algbw, busbw = messages.bandwidths("allreduce", 14336, 78, 8)
     assert (round(algbw, 3), round(busbw, 3)) == (0.184, 0.322)
 
 
 @given(st.integers(1, 256), st.integers(0, 200))
 @settings(max_examples=30, deadline=None)
 def test_test_data_adds_up_exactly_in_bf16(world, call):
-    total = sum(collectives.values(26, rank, call, world, "cpu").float() for rank in range(world))
+    total = sum(messages.values(26, rank, call, world, "cpu").float() for rank in range(world))
     assert (total == total.bfloat16().float()).all()
-    assert len(collectives.values(26, 0, call, world, "cpu").unique()) > 2
+    assert len(messages.values(26, 0, call, world, "cpu").unique()) > 2
     if world > 1:
-        assert (collectives.values(26, 0, call, 2, "cpu") != collectives.values(26, 1, call, 2, "cpu")).any()
+        assert (messages.values(26, 0, call, 2, "cpu") != messages.values(26, 1, call, 2, "cpu")).any()
 
 
 def test_fit_finds_the_law_it_was_given():
@@ -90,9 +90,32 @@ def test_the_plan_has_the_models_burst_and_sizes():
     assert {t["bytes"] for t in tasks if t["op"] == "allgather" and t["batch"] == 1} == {14336 * 8}
     (in_place,) = [t for t in collective_tasks(load_model(KIMI), 8, [1], gpu=False) if t["purpose"] == "in place"]
     assert (in_place["calls_per_step"], in_place["gemm"]) == (122, [1, 7168, 1024])
-    environments = [tuple(t["environment"].values()) for t in tasks if t["purpose"] == "variant"]
-    assert len(set(environments)) == 6
+    environments = [tuple(t["environment"].items()) for t in tasks if t["purpose"] == "variant"]
+    assert len(set(environments)) == 8
+    tree, no_events = (("NCCL_ALGO", "Tree"), ("NCCL_PROTO", "LL")), (("NCCL_GRAPH_MIXING_SUPPORT", "0"),)
+    assert {(), tree, no_events} < set(environments)
     assert {t["backend"] for t in tasks} == {"nccl", "pynccl", "custom", "symm_mem"}
+
+
+@pytest.mark.parametrize(
+    ("device", "there", "said"), [("cpu", True, None), ("cuda", True, True), ("cuda", False, False)]
+)
+def test_gpu_ranks_have_the_servers_communicator_before_any_row(monkeypatch, device, there, said):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setattr(collectives.timing, "Output", lambda: None)
+    asked = []
+
+    def reducer(backend, control, device):
+        asked.append(backend)
+        if not there:
+            raise messages.NotRun("no vLLM")
+
+    monkeypatch.setattr(collectives, "reducer", reducer)
+    bench = collectives.Bench({})
+    bench.device, bench.control = torch.device(device), None
+    assert bench.accompany() is said
+    assert asked == (["pynccl"] if device == "cuda" else [])
 
 
 # Real ranks.
@@ -100,13 +123,13 @@ def test_the_plan_has_the_models_burst_and_sizes():
 
 @pytest.mark.slow
 def test_every_operation_is_right_over_gloo():
-    tasks = [task(14336, op) for op in collectives.FACTORS] + [task(14336, gemm=[1, 64, 64])]
+    tasks = [task(14336, op) for op in messages.FACTORS] + [task(14336, gemm=[1, 64, 64])]
     tasks += [task(14336, mode="graph"), task(14336, backend="custom"), task(14338, "alltoall"), task(7, "allreduce")]
     rows = measure(tasks)
     for row in rows[:5]:
         assert row["status"] == "ok", row["reason"]
         assert row["time_us_min"] <= row["time_us_median"] <= row["time_us_max"]
-        assert row["busbw_gb_s"] == pytest.approx(row["algbw_gb_s"] * collectives.FACTORS[row["op"]](2))
+        assert row["busbw_gb_s"] == pytest.approx(row["algbw_gb_s"] * messages.FACTORS[row["op"]](2))
         assert row["algbw_gb_s"] == pytest.approx(14336 / row["time_us_median"] / 1e3)
         assert (row["world"], row["comparable"], row["nccl"]) == (2, False, None)
         assert row["burst_ms"] == pytest.approx(3 * row["time_us_median"] / 1e3)

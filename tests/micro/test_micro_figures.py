@@ -119,11 +119,17 @@ def test_burst_stands_beside_trace_and_reference(tmp_path):
 
 def test_variants_are_ranked_and_named():
     rows = [
-        call("allreduce", 14336, us, purpose="variant", environment=json.dumps({"NCCL_ALGO": a, "NCCL_PROTO": p}))
-        for a, p, us in (("Ring", "LL", 7.0), ("Tree", "Simple", 20.0), ("Ring", "LL128", 9.0))
+        call("allreduce", 14336, us, purpose="variant", environment=json.dumps(environment))
+        for us, environment in (
+            (7.0, {"NCCL_ALGO": "Ring", "NCCL_PROTO": "LL"}),
+            (20.0, {"NCCL_ALGO": "Tree", "NCCL_PROTO": "Simple"}),
+            (7.5, {}),
+            (6.5, {"NCCL_GRAPH_MIXING_SUPPORT": "0"}),
+        )
     ]
     figure = collectives.variants(pd.DataFrame(rows))
-    assert list(figure.layout.yaxis.categoryarray) == ["Tree/Simple", "Ring/LL128", "Ring/LL"]
+    ranked = ["Tree/Simple", "default", "Ring/LL", "NCCL_GRAPH_MIXING_SUPPORT=0"]
+    assert list(figure.layout.yaxis.categoryarray) == ranked
 
 
 @pytest.mark.parametrize(

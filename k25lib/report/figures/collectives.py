@@ -155,7 +155,7 @@ def variants(frame):
     good = timed(frame, "variant")
     figure = go.Figure()
     figure.update_layout(**layout("NCCL variants, AllReduce", 420), barmode="group")
-    figure.update_layout(margin={"l": 130})
+    figure.update_layout(margin={"l": 250})
     figure.update_xaxes(title="us a call", rangemode="tozero")
     if good.empty:
         return _empty(figure, "no variant has a time (they need NCCL)")
@@ -243,8 +243,9 @@ def exchange_figure(frame):
 
 
 def _variant(text):
-    environment = json.loads(text)
-    return "/".join(environment.get(key, "default") for key in ("NCCL_ALGO", "NCCL_PROTO"))
+    chosen = json.loads(text)
+    names = [chosen.pop(key) for key in ("NCCL_ALGO", "NCCL_PROTO") if key in chosen]
+    return ", ".join(["/".join(names)] * bool(names) + [f"{key}={value}" for key, value in chosen.items()]) or "default"
 
 
 def _size(size_bytes):
