@@ -10,6 +10,7 @@ distinct buffers, refilled before each round; times are per call. The data of al
 
 import datetime
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -280,7 +281,7 @@ def _topology():
         answer = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"unknown: {error}"
-    return answer.stdout.split("Legend:")[0].strip()
+    return re.sub(r"\x1b\[[0-9;]*m", "", answer.stdout).split("Legend:")[0].strip()
 
 
 def main():
