@@ -167,9 +167,7 @@ class Worker:
     def last_words(self):
         """What each rank did last and the last error that was printed, as one line."""
         ranks = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(self.by_rank.items()))
-        told = [
-            line for line in self.said if re.search(r"exitcode: -?\d|in use", line)
-        ]  # torchrun of a rank, or a port
+        told = [line for line in self.said if re.search(r"exitcode: -?\d|in use", line)]  # torchrun of a rank; a port
         errors = [line for line in self.said if re.search(r"(error|exception)\b(?!_)|killed|refused", line, re.I)]
         said = (told[:1] or errors[-1:] or list(self.said)[-1:] or [""])[0]
         signals = [signal.Signals(int(n)).name for n in re.findall(r"exitcode: -(\d+)", said)]
@@ -177,73 +175,81 @@ class Worker:
         return "; ".join(part for part in (ranks, f"it said: {said[:200]}" if said else "") if part)
 
 
-def drive(arguments, tasks, settings, python, env, timeout_s, row_timeout_s, on_row, on_facts):
-    """Run all tasks, with as many processes as it takes: a task during which the worker dies or hangs fails, alone.
+class Job:
+    """All tasks of one measurement, with as many processes as it takes: a task during which the worker dies or hangs
+    fails, alone."""
 
-    Returns the rows in the order of the tasks, each the task's keys and what the worker said of it.
-    """
-    tasks = [task | {"id": number} for number, task in enumerate(tasks)]
-    todo, rows, deaths = list(tasks), {}, 0
-    deadline = time.monotonic() + timeout_s
-    facts = {}
+    def __init__(self, tasks, timeout_s, row_timeout_s, on_row, on_facts):
+        self.todo = [task | {"id": number} for number, task in enumerate(tasks)]
+        self.rows, self.facts, self.deaths = {}, {}, 0
+        self.timeout_s, self.row_timeout_s = timeout_s, row_timeout_s
+        self.deadline = time.monotonic() + timeout_s
+        self.on_row, self.on_facts = on_row or (lambda row: None), on_facts or (lambda facts: None)
 
-    def done(task, values):
-        rows[task["id"]] = row = {key: value for key, value in (task | values).items() if key != "id"}
-        todo.remove(task)
-        if on_row:
-            on_row(row)
-
-    while todo:
-        worker, current, finished, reason = Worker(python, arguments, settings | {"tasks": todo}, env), None, False, ""
-        try:
-            while True:
-                left = deadline - time.monotonic()
-                limit = row_timeout_s if current else max(row_timeout_s, START_S)
-                try:
-                    event = worker.next(max(min(left, limit), 0.1))
-                except queue.Empty:
-                    said = f"{timeout_s:.0f} s for all rows" if left <= limit else f"{limit:.0f} s"
-                    reason = f"time-out ({said})"
-                    break
-                if event is None:
-                    break
-                kind = event.pop("event")
-                if kind == "device":
-                    facts = event
-                    if on_facts:
-                        on_facts(facts)
-                elif kind == "start":
-                    current = next(task for task in todo if task["id"] == event["id"])
-                elif kind == "row":
-                    done(current, event | {"device": facts.get("device")})
-                    current = None
-                elif kind == "abort":
-                    reason, finished = event["reason"], True
-                    break
-                elif kind == "end":
-                    finished = True
+    def run(self, start):
+        """Run every task in workers that `start(tasks)` makes; returns the rows in the order of the tasks."""
+        while self.todo:
+            worker, self.current, reason, in_order = start(self.todo), None, "", False
+            try:
+                for event in self._events(worker):
+                    kind = event.pop("event")
+                    if kind == "start":
+                        self.current = next(task for task in self.todo if task["id"] == event["id"])
+                    elif kind == "row":
+                        self._done(self.current, event)
+                        self.current = None
+                    elif kind == "device":
+                        self.facts = event
+                        self.on_facts(event)
+                    else:  # end, abort or late
+                        reason, in_order = event.get("reason", ""), kind != "late"
+                        break
+                if in_order and not reason:
                     worker.wait(5)  # to leave in order; a communicator that hangs at its end costs nothing more
-                    break
-        finally:
-            code = worker.stop()
-        if not todo:
-            break
-        deaths += 1
-        if not reason:
-            reason = f"the worker ended with {_ending(code)}"
-        words = worker.last_words() if not finished else ""
-        reason = "; ".join(part for part in (reason, words) if part)
-        failed = {"status": "failed", "reason": reason, "device": facts.get("device")}
-        if current:
-            done(current, failed)
-        elif time.monotonic() < deadline:  # it never began: the same would happen to every row
-            for task in list(todo):
-                done(task, failed)
-        if time.monotonic() >= deadline or deaths >= RESTARTS:
-            why = f"the time-out of {timeout_s:.0f} s" if deaths < RESTARTS else f"{deaths} deaths of the worker"
-            for task in list(todo):
-                done(task, {"status": "not run", "reason": f"after {why}", "device": facts.get("device")})
-    return [rows[task["id"]] for task in tasks]
+            finally:
+                code = worker.stop()
+            if self.todo:
+                reason = reason or f"the worker ended with {_ending(code)}"
+                words = "" if in_order else worker.last_words()
+                self._ended("; ".join(part for part in (reason, words) if part))
+        return [self.rows[number] for number in sorted(self.rows)]
+
+    def _events(self, worker):
+        """The worker's events until its end; the last is {"event": "late"} where one did not come in time."""
+        while True:
+            left = self.deadline - time.monotonic()
+            limit = self.row_timeout_s if self.current else max(self.row_timeout_s, START_S)
+            try:
+                event = worker.next(max(min(left, limit), 0.1))
+            except queue.Empty:
+                said = f"{self.timeout_s:.0f} s for all rows" if left <= limit else f"{limit:.0f} s"
+                yield {"event": "late", "reason": f"time-out ({said})"}
+                return
+            if event is None:
+                return
+            yield event
+
+    def _ended(self, reason):
+        """A worker ended before its tasks did: what becomes of them."""
+        self.deaths += 1
+        late = time.monotonic() >= self.deadline
+        failed = {"status": "failed", "reason": reason}
+        if self.current:
+            self._done(self.current, failed)
+        elif not late:  # it never began: the same would happen to every row
+            for task in list(self.todo):
+                self._done(task, failed)
+        if late or self.deaths >= RESTARTS:
+            dead = self.deaths >= RESTARTS
+            why = f"{self.deaths} deaths of the worker" if dead else f"the time-out of {self.timeout_s:.0f} s"
+            for task in list(self.todo):
+                self._done(task, {"status": "not run", "reason": f"after {why}"})
+
+    def _done(self, task, values):
+        row = {key: value for key, value in (task | values).items() if key != "id"}
+        self.rows[task["id"]] = row = row | {"device": self.facts.get("device")}
+        self.todo.remove(task)
+        self.on_row(row)
 
 
 def probe(python=None, timeout_s=180):
@@ -287,8 +293,9 @@ def run_gemm(settings, python=None, timeout_s=900, on_row=None, on_facts=None):
         if on_row:
             on_row(row)
 
-    return drive(["-m", "k25lib.micro.gemm"], tasks, settings, python, settings.pop("env", {}), timeout_s,
-                 settings.get("row_timeout_s", 180), finish, learn)  # fmt: skip
+    env = settings.pop("env", {})
+    job = Job(tasks, timeout_s, settings.get("row_timeout_s", 180), finish, learn)
+    return job.run(lambda todo: Worker(python, ["-m", "k25lib.micro.gemm"], settings | {"tasks": todo}, env))
 
 
 def _against_peak(row, facts):
@@ -347,5 +354,7 @@ def run_collectives(settings, python=None, world=2, timeout_s=900, on_row=None, 
     for environment in environments:
         mine = [task for task in tasks if task.get("environment", {}) == environment]
         left = max(1.0, deadline - time.monotonic())
-        rows += drive(arguments, mine, settings, python, common | environment, left, limit, finish, learn)
+        rows += Job(mine, left, limit, finish, learn).run(
+            lambda todo, env=common | environment: Worker(python, arguments, settings | {"tasks": todo}, env)
+        )
     return rows

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-METHOD = 3  # 2: clocks are brought up before anything is timed; 3: vLLM's communicator is there, as in a server
+METHOD = 2  # of GEMMs; 2: clocks are brought up before anything is timed
 NOISE = 0.10  # a row is noisy when its interquartile range exceeds this share of its median
 _STATE = "clocks.sm,clocks.mem,power.draw,temperature.gpu,{}.active"
 
