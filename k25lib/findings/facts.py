@@ -94,15 +94,15 @@ def gather_trace(facts, run, manifest):
         facts.missing.append(f"the parts of a decode step: capture {facts.capture} has no whole decode step")
         return
     table = run.table("breakdown")
-    facts.categories = _categories(table, facts.capture, facts.batch)
+    facts.categories = categories_of(table, facts.capture, facts.batch)
     for name in (name for name in names if name != facts.capture):
-        ms = {category: value["ms"] or 0.0 for category, value in _categories(table, name, "all").items()}
+        ms = {category: value["ms"] or 0.0 for category, value in categories_of(table, name).items()}
         if sum(ms.values()):
             facts.others[name] = (max(ms, key=ms.get), 100 * max(ms.values()) / sum(ms.values()))
     facts.communication = _communication(run.table("waits"), facts)
 
 
-def _categories(table, capture, batch):
+def categories_of(table, capture, batch="all"):
     """{category: {"ms", "calls", "exposed_ms"}} of the lowest rank of a capture, in the grouping that others fold."""
     if not {"capture", "batch", "rank", "category", "ms"} <= set(table):
         return {}
@@ -121,8 +121,10 @@ def _communication(table, facts):
     rows = table[(table["capture"] == facts.capture) & table["transfer_ms"].notna()]
     if rows.empty:
         return None
-    allreduce = rows[rows["op"] == "allreduce"]
-    each = 1e3 * float(allreduce["transfer_ms"].sum()) / float(allreduce["calls"].sum()) if len(allreduce) else None
+    rows = rows.groupby("op")[["calls", "wait_ms", "transfer_ms"]].mean()  # over the ranks, where each has its row
+    each = None
+    if "allreduce" in rows.index:
+        each = float(1e3 * rows.loc["allreduce", "transfer_ms"] / rows.loc["allreduce", "calls"])
     return {**{name: float(rows[name].sum()) for name in ("wait_ms", "transfer_ms")}, "allreduce_transfer_us": each}
 
 

@@ -22,7 +22,8 @@ PART_OF = {  # a part of the waterfall in words that a sentence can use
 def summarise(run):
     """The findings of a run as a dict of plain values for the report.
 
-    sentences (three), headlines (rows name, value, low, high, unit, source), closure (the waterfall), contradictions,
+    sentences (three), headlines (rows name, value, low, high, spread: what low and high are, unit, source), capture
+    (that they are of), closure (the waterfall), contradictions,
     next (bottlenecks in order), whatif (ranges), micro (timed alone against the trace), efficiency, changes (rows
     against the run `previous`, with `verdict`), history, history_of and steps_by_run (over comparable runs),
     references (other campaigns), missing (what could not be said, and why).
@@ -57,6 +58,7 @@ def summarise(run):
             _next(facts, parts, categories, helps),
         ],
         "headlines": _headlines(facts, efficiency),
+        "capture": facts.capture,
         "closure": [row | {"percent": 100 * row["ms"] / parts[-1]["ms"]} for row in parts],
         "contradictions": impossible,
         "next": whatif.next_bottlenecks(categories, None if facts.is_cpu else facts.tpot_ms),

@@ -40,7 +40,7 @@ def test_all_captures_of_a_run(run, c1, c64):
     for name, source in (("c1", c1), ("c64", c64)):
         shutil.copytree(source, run.path / "captures" / name)
     execute(run=str(run.path))
-    assert set(run.tables()) == {"steps", "breakdown", "kernels", "census", "waits"}
+    assert set(run.tables()) == {"steps", "breakdown", "kernels", "census", "waits", "lanes"}
     steps, table, census = run.table("steps"), run.table("breakdown"), run.table("census")
     assert len(steps[(steps["capture"] == "c1") & (steps["kind"] == "decode") & (steps["rank"] == 0)]) == 20
     chosen = table[(table["capture"] == "c1") & (table["rank"] == 0) & (table["batch"] == "all")]
@@ -111,7 +111,7 @@ def test_the_step_figure_shows_kernels_and_wall_time(result):
 
 
 def test_the_lanes_hold_every_kernel(c1):
-    rows = pd.DataFrame(lanes([c1], 5))
+    rows = pd.DataFrame(lanes([c1], 5)).assign(capture="c1")
     figure = figures.lanes(rows)
     assert sum(len(bar.x) for bar in figure.data) == len(rows)
     assert sum(sum(bar.x) for bar in figure.data) == pytest.approx(rows["dur_us"].sum())
@@ -134,7 +134,7 @@ def test_figures_of_nothing_say_so():
     empty = pd.DataFrame()
     for figure in (
         figures.step(empty, empty),
-        figures.groupings(empty),
+        figures.groupings(empty, {}),
         figures.lanes(empty),
         figures.kernels(empty),
         figures.skew(empty),

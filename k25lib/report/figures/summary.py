@@ -72,10 +72,14 @@ def whatif(rows):
 
 
 def step_by_category(frame):
-    """Stacked ms per decode step, the largest category first, idle last. Columns: step (the bar), category, ms."""
+    """Stacked ms per decode step, the largest category first, idle last. Columns: step, category, ms, wall_ms.
+
+    The line on each bar (`step`) marks the step's wall time: where kernels overlap, the bar is longer.
+    """
     order = frame.groupby("category").ms.sum().sort_values(ascending=False).index
     order = [name for name in order if name != "idle"] + ["idle"] * ("idle" in order)
-    names = list(dict.fromkeys(frame.step))
+    steps = frame.groupby("step", sort=False).agg(wall_ms=("wall_ms", "first"), ms=("ms", "sum"))
+    names = [_wrapped(name) for name in steps.index]
     figure = go.Figure()
     for category in order:
         part = frame[frame.category == category].set_index("step").ms
@@ -87,11 +91,18 @@ def step_by_category(frame):
             marker_color=colour(category),
             hovertemplate="%{y}<br>%{fullData.name}: %{x:.3f} ms<extra></extra>",
         )
-    totals = frame.groupby("step", sort=False).ms.sum()
     figure.add_scatter(
-        y=[_wrapped(name) for name in names],
-        x=[totals[name] for name in names],
-        text=[f" {totals[name]:.2f} ms" for name in names],
+        y=names,
+        x=steps.wall_ms,
+        name="wall time of the step",
+        mode="markers",
+        marker={"symbol": "line-ns-open", "size": 34, "line": {"width": 3, "color": "#1b1f24"}},
+        hovertemplate="%{y}<br>wall time: %{x:.3f} ms<extra></extra>",
+    )
+    figure.add_scatter(
+        y=names,
+        x=steps.max(axis=1),
+        text=[f"  {wall:.2f} ms" for wall in steps.wall_ms],
         mode="text",
         textposition="middle right",
         cliponaxis=False,
@@ -101,7 +112,10 @@ def step_by_category(frame):
     return figure.update_layout(
         **layout("A decode step by category", 190 + 50 * len(names), margin={"l": 70, "r": 40, "t": 110, "b": 60}),
         barmode="stack",
-        xaxis={"title": "ms per decode step (kernels summed)", "range": [0, 1.18 * totals.max()]},
+        xaxis={
+            "title": "ms per decode step: kernels summed, then idle (line and number: wall time)",
+            "range": [0, 1.18 * steps.max(axis=None)],
+        },
         yaxis={"autorange": "reversed", "automargin": True},
     )
 
