@@ -1,9 +1,8 @@
 """What a run knows, gathered from its tables for the findings; what is not there is None and told in `missing`."""
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import pandas as pd
 
 from k25lib import hardware
 from k25lib.errors import K25Error
@@ -11,6 +10,32 @@ from k25lib.model import load_model
 
 from . import steps
 from .compare import number, usable_levels
+
+
+@dataclass(frozen=True)
+class Price:
+    """What one call was measured to take, us, with its spread (ranks, and the quartiles of the rounds) and its row."""
+
+    us: float
+    low_us: float
+    high_us: float
+    source: str
+
+    @classmethod
+    def of(cls, row):
+        """The price of a row of the table `collectives`."""
+        us, half = float(row["time_us_median"]), (number(row.get("time_us_iqr")) or 0.0) / 2
+        low, high = (number(row.get(f"time_us_{end}")) or us for end in ("min", "max"))
+        calls = f", {row['calls']:g} calls" if number(row.get("calls")) else ""
+        return cls(us, min(low, us - half), max(high, us + half), f"{row.get('purpose', 'burst')}, {way(row)}{calls}")
+
+
+def way(row):
+    """How a collective was called, in words: backend, mode, and the NCCL settings that its process had of its own."""
+    own = row.get("environment")
+    settings = json.loads(own) if isinstance(own, str) and own else {}
+    words = [row["backend"], row.get("mode"), *(f"{name}={value}" for name, value in settings.items())]
+    return " ".join(str(word) for word in words if word)
 
 
 @dataclass
@@ -32,11 +57,11 @@ class Facts:
     shape: object = None  # the model's Step for this run: tp, batch, context
     device: hardware.Hardware | None = None
     achievable_gb_s: float | None = None
-    gemm_ms: float | None = None  # micro: sum over the step of cold GEMMs
-    burst_us: float | None = None
-    alltoall_us: float | None = None
+    gemm_ms: tuple | None = None  # micro: sum over the step of cold GEMMs, ms: lower quartile, median, upper quartile
+    burst: Price | None = None
+    alltoall: Price | None = None
     link_us: float | None = None  # the part of one AllReduce that grows with its size: S/B
-    allreduces: dict = field(default_factory=dict)  # other measured AllReduces: name -> us a call
+    allreduces: dict = field(default_factory=dict)  # measured AllReduces of the step's size: way -> [Price]
     missing: list = field(default_factory=list)
 
     @property
@@ -162,7 +187,9 @@ def _micro(facts, run):
         rows = rows[rows["state"] == "cold"] if "state" in rows else rows
         rows = rows.drop_duplicates("name")
         if {g["name"] for g in facts.shape.gemms} <= set(rows["name"]):
-            facts.gemm_ms = float((rows["calls_per_step"] * rows["time_us_median"]).sum() / 1e3)
+            half = rows["time_us_iqr"].fillna(0) / 2 if "time_us_iqr" in rows else 0
+            times = (rows["time_us_median"] + sign * half for sign in (-1, 0, 1))
+            facts.gemm_ms = tuple(float((rows["calls_per_step"] * us).sum() / 1e3) for us in times)
     if not ({"status", "op", "bytes", "backend", "time_us_median"} <= set(collectives) and facts.shape):
         return
     if "comparable" in collectives:
@@ -174,20 +201,16 @@ def _micro(facts, run):
             "prices of collectives: no comparable one at the model's message size (gloo shows function only)"
         )
         return
-    purpose = rows["purpose"] if "purpose" in rows else pd.Series("burst", index=rows.index)
     sized = collectives[(collectives["status"] == "ok") & (collectives["op"] == "allreduce")]
     largest = sized.loc[sized["bytes"].idxmax()]
     facts.link_us = float(size * largest["time_us_median"] / largest["bytes"]) if largest["bytes"] > size else None
-    allreduce = rows[(rows["op"] == "allreduce") & purpose.isin(["burst", "variant"])]
-    for row in allreduce.to_dict("records"):
-        environment = row.get("environment")
-        setting = "" if environment in (None, "", "{}") else f" {environment}"
-        name = f"{row['backend']} {row.get('mode', '')}{setting}".strip()
-        facts.allreduces[name] = float(row["time_us_median"])
+    for row in rows[rows["op"] == "allreduce"].to_dict("records"):
+        facts.allreduces.setdefault(way(row), []).append(Price.of(row))
     for name in ("pynccl graph", "nccl graph", "nccl eager"):  # vLLM's own NCCL calls first: those a server launches
-        facts.burst_us = facts.burst_us or facts.allreduces.get(name)
-    alltoall = rows[rows["op"] == "alltoall"]
-    facts.alltoall_us = float(alltoall["time_us_median"].min()) if len(alltoall) else None
+        bursts = (price for price in facts.allreduces.get(name, []) if price.source.startswith("burst"))
+        facts.burst = facts.burst or next(bursts, None)
+    alltoall = [Price.of(row) for row in rows[rows["op"] == "alltoall"].to_dict("records")]
+    facts.alltoall = min(alltoall, key=lambda price: price.us, default=None)
 
 
 def _device(facts, run, manifest):

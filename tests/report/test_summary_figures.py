@@ -38,7 +38,10 @@ def test_waterfall_without_a_bound_starts_at_zero():
 
 def test_whatif_has_zero_in_view_and_the_best_on_top():
     figure = summary.whatif(pd.DataFrame(WHATIF))
-    assert [tuple(trace.x) for trace in figure.data] == [(0.0, 0.0), (-0.24, 3.54)]
+    *ranges, numbers = figure.data
+    assert [tuple(trace.x) for trace in ranges] == [(0.0, 0.0), (-0.24, 3.54)]
+    assert list(numbers.text) == ["+0.00 to +0.00", "-0.24 to +3.54"]
+    assert min(numbers.x) > 3.54
     low, high = figure.layout.xaxis.range
     assert low < -0.24
     assert high > 3.54

@@ -117,7 +117,7 @@ def test_the_lanes_hold_every_kernel(c1):
     assert sum(sum(bar.x) for bar in figure.data) == pytest.approx(rows["dur_us"].sum())
     names = list(dict.fromkeys(name for bar in figure.data for name in bar.y))
     assert len(names) == 10
-    assert "rank 0, 116 others" in names
+    assert "rank 0, 116 other streams" in names
 
 
 def test_kernels_and_skew_figures(result):

@@ -80,25 +80,6 @@ def groupings(frame, published, categories=None):
     return figure.update_xaxes(title="percent of kernel time", range=[0, 101])
 
 
-def by_category(frame):
-    """Per capture and category: calls, ms (mean, least and most over the ranks), percent, exposed_ms; a DataFrame."""
-    if frame.empty:
-        return frame
-    grouped = frame.groupby(["capture", "category"], sort=False)
-    made = grouped.agg(calls=("calls", "mean"), ms=("ms", "mean"), ms_least=("ms", "min"), ms_most=("ms", "max"))
-    made = made.join(grouped[["percent", "exposed_ms"]].mean())
-    return made.sort_values(["capture", "ms"], ascending=[True, False])
-
-
-def by_operation(frame):
-    """Per capture and collective: calls and times of a step (mean over the ranks), and least and most waiting."""
-    if frame.empty:
-        return frame
-    means = ["calls", "ms", "transfer_ms", "wait_ms", *(["late_us"] if "late_us" in frame else [])]
-    grouped = frame.groupby(["capture", "op"], sort=False)
-    return grouped[means].mean().join(grouped["wait_ms"].agg(wait_ms_least="min", wait_ms_most="max"))
-
-
 def lanes(rows, ranks=None):
     """The kernels of one step on each stream. Columns: capture, rank, stream, start_us, dur_us, name, category.
 
@@ -219,7 +200,7 @@ def _lanes(rows, most):
     def lane(rank, stream):
         streams = own[rank]
         if len(streams) > most + 1 and stream in streams[most:]:
-            return f"rank {rank}, {len(streams) - most} others"
+            return f"rank {rank}, {len(streams) - most} other streams"
         return f"rank {rank}, stream {stream}"
 
     return [lane(rank, stream) for rank, stream in zip(rows["rank"], rows["stream"], strict=True)]

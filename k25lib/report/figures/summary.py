@@ -47,26 +47,36 @@ def waterfall(rows):
 def whatif(rows):
     """What each change would save a step, as a range in ms. Columns: change, low_ms, high_ms."""
     rows = rows.sort_values("high_ms", kind="stable")
+    names = [_wrapped(name, 32) for name in rows.change]
+    least, most = min(0, rows.low_ms.min()), max(0, rows.high_ms.max())
+    room = (most - least) or 1
     figure = go.Figure()
-    for low, high, name in zip(rows.low_ms, rows.high_ms, rows.change, strict=True):
+    for low, high, name in zip(rows.low_ms, rows.high_ms, names, strict=True):
         shade = _SLOWER if low < 0 and high <= 0 else _FASTER if low > 0 else _UNEXPLAINED
         figure.add_scatter(
             x=[low, high],
-            y=[_wrapped(name)] * 2,
-            mode="lines+markers+text",
-            text=[f"{low:+.2f}", f"{high:+.2f}"],
-            textposition=["middle left", "middle right"],
+            y=[name] * 2,
+            mode="lines+markers",
             line={"color": shade, "width": 6},
             marker={"color": shade, "size": 11},
-            cliponaxis=False,
             hovertemplate="%{y}: %{x:+.2f} ms<extra></extra>",
         )
-    least, most = min(0, rows.low_ms.min()), max(0, rows.high_ms.max())
-    room = 0.25 * ((most - least) or 1)
+    figure.add_scatter(  # the numbers stand in a column of their own, clear of every line
+        x=[most + 0.06 * room] * len(rows),
+        y=names,
+        mode="text",
+        text=[f"{low:+.2f} to {high:+.2f}" for low, high in zip(rows.low_ms, rows.high_ms, strict=True)],
+        textposition="middle right",
+        cliponaxis=False,
+        hoverinfo="skip",
+    )
     figure.add_vline(x=0, line_width=1, line_color="#555")
     return figure.update_layout(
         **layout("What would help: the range of what each change saves", 100 + 46 * len(rows), **_NO_LEGEND),
-        xaxis={"title": "ms saved per output token (below 0: it costs)", "range": [least - room, most + room]},
+        xaxis={
+            "title": "ms saved per output token (below 0: it costs)",
+            "range": [least - 0.05 * room, most + 0.4 * room],
+        },
         yaxis={"automargin": True},
     )
 
@@ -96,7 +106,7 @@ def step_by_category(frame):
         x=steps.wall_ms,
         name="wall time of the step",
         mode="markers",
-        marker={"symbol": "line-ns-open", "size": 34, "line": {"width": 3, "color": "#1b1f24"}},
+        marker={"symbol": "line-ns-open", "size": 34, "color": "#1b1f24", "line": {"width": 3}},
         hovertemplate="%{y}<br>wall time: %{x:.3f} ms<extra></extra>",
     )
     figure.add_scatter(
@@ -172,5 +182,5 @@ def history(rows, title, unit, band=None):
 
 
 def _wrapped(text, most=26):
-    """A label in lines of at most `most` characters."""
-    return "<br>".join(textwrap.wrap(str(text), most, break_on_hyphens=False)) or "–"
+    """A label in three lines at most, of at most `most` characters."""
+    return "<br>".join(textwrap.wrap(str(text), most, break_on_hyphens=False, max_lines=3, placeholder=" …")) or "–"
