@@ -52,7 +52,7 @@ class Facts:
     step: dict | None = None  # of the trace: kernel_sum_ms, busy_ms, span_ms, interval_ms
     categories: dict = field(default_factory=dict)  # category -> {"ms", "calls", "exposed_ms"}
     others: dict = field(default_factory=dict)  # other captures: name -> (category that leads, percent of kernel time)
-    communication: dict | None = None  # over paired ranks: wait_ms, transfer_ms, allreduce_transfer_us
+    communication: dict | None = None  # paired ranks: wait_ms, transfer_ms, waits_ms, allreduce_transfer_us
     model: object = None
     shape: object = None  # the model's Step for this run: tp, batch, context
     device: hardware.Hardware | None = None
@@ -140,17 +140,20 @@ def categories_of(table, capture, batch="all"):
 
 
 def _communication(table, facts):
-    """ms of a step over paired ranks: wait_ms and transfer_ms of all collectives; transfer_us of one AllReduce."""
+    """Collectives of the lowest rank's step, ms: wait_ms, transfer_ms; `waits_ms` of every rank; transfer of one
+    AllReduce, us. Tables without ranks hold means over them."""
     if not {"capture", "op", "calls", "wait_ms", "transfer_ms"} <= set(table):
         return None
     rows = table[(table["capture"] == facts.capture) & table["transfer_ms"].notna()]
     if rows.empty:
         return None
-    rows = rows.groupby("op")[["calls", "wait_ms", "transfer_ms"]].mean()  # over the ranks, where each has its row
-    each = None
-    if "allreduce" in rows.index:
-        each = float(1e3 * rows.loc["allreduce", "transfer_ms"] / rows.loc["allreduce", "calls"])
-    return {**{name: float(rows[name].sum()) for name in ("wait_ms", "transfer_ms")}, "allreduce_transfer_us": each}
+    of_rank = rows["rank"] if "rank" in rows else rows["op"].map(lambda _: 0)
+    waits_ms = rows["wait_ms"].groupby(of_rank).sum()
+    rows = rows[of_rank == of_rank.min()]
+    found = {name: float(rows[name].sum()) for name in ("wait_ms", "transfer_ms")}
+    allreduce = rows[rows["op"] == "allreduce"]
+    each_us = float(1e3 * allreduce["transfer_ms"].sum() / allreduce["calls"].sum()) if len(allreduce) else None
+    return found | {"waits_ms": list(map(float, waits_ms)), "allreduce_transfer_us": each_us}
 
 
 def _model(facts, run, manifest):

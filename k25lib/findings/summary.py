@@ -36,10 +36,9 @@ def summarise(run):
     parts, impossible = [], []
     if facts.step and categories:
         tpot_ms = facts.tpot_ms if facts.is_single_stream else None
-        total_ms = tpot_ms or facts.step["interval_ms"] or facts.step["span_ms"]
         waiting = facts.communication and facts.communication["wait_ms"]
-        parts = closure.waterfall(total_ms, facts.step, categories, *bounds, waiting)
-        impossible = closure.contradictions(total_ms, facts.step, categories, *bounds) if tpot_ms else []
+        parts = closure.waterfall(tpot_ms, facts.step, categories, *bounds, waiting)
+        impossible = closure.contradictions(tpot_ms, facts.step, categories, *bounds) if tpot_ms else []
         impossible += _census(run, facts)
     micro = _micro(facts, categories)
     if micro and micro[-1]["micro_ms"] < 0:
@@ -132,6 +131,8 @@ def _dominates(facts, categories, efficiency):
     if facts.communication:
         wait, transfer = facts.communication["wait_ms"], facts.communication["transfer_ms"]
         said += f"; communication is {transfer:.2f} ms of transfer and {wait:.2f} ms of waiting for other ranks"
+        if len(waits := facts.communication["waits_ms"]) > 1:
+            said += f" on rank {step['rank']} ({min(waits):.2f} to {max(waits):.2f} ms over {len(waits)} ranks)"
     for name, (category, percent) in facts.others.items():
         if category != first:
             said += f"; in capture {name} {_readable(category, facts)} leads ({percent:.0f} % of kernel time)"
@@ -157,10 +158,12 @@ def _next(facts, parts, categories, helps):
         (first, ms), *rest = _named(facts, categories)
         after = f"; after it comes {_readable(rest[0][0], facts)}, {rest[0][1]:.2f} ms" if rest else ""
         return f"Next, on this CPU only: {_readable(first, facts)}, with a ceiling of {ms:.2f} ms a step{after}."
-    total = parts[-1]["ms"]
+    total, whole = parts[-1]["ms"], "TPOT" if parts[-1]["from"] == "client" else "the step"
     order = sorted((row for row in parts if row["kind"] == "part"), key=lambda row: -row["ms"])[:2]
     names = [PART_OF.get(row["part"], row["part"]) for row in order]
-    said = f"Next: {names[0]}, with a ceiling of {order[0]['ms']:.2f} ms ({100 * order[0]['ms'] / total:.0f} % of TPOT)"
+    said = (
+        f"Next: {names[0]}, with a ceiling of {order[0]['ms']:.2f} ms ({100 * order[0]['ms'] / total:.0f} % of {whole})"
+    )
     said += f"; after it comes {names[1]}, {order[1]['ms']:.2f} ms"
     sure = [row for row in helps if row["low_ms"] > 0]
     if sure:

@@ -2,12 +2,14 @@
 
 from pathlib import Path
 
+import pandas as pd
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.display import display
 
 from k25lib.errors import K25Error, UsageError
 from k25lib.findings import steps
 from k25lib.findings.compare import readable
+from k25lib.report import tables
 from k25lib.report.notebook import PLOTLY, json_of
 from k25lib.run import Run
 
@@ -88,7 +90,9 @@ class Choice:
 
 
 def _bundle(made):
-    """What a notebook keeps of a figure or a frame."""
+    """What a notebook keeps of a figure or a frame: a frame's headings have units, its numbers digits that count."""
     if hasattr(made, "to_plotly_json"):
         return {PLOTLY: json_of(made)}
-    return {"text/html": made.to_html(max_rows=60), "text/plain": made.to_string(max_rows=60)}
+    shown = tables.table(made) or {"rows": [["nothing to show"]], "head": [""]}
+    frame = pd.DataFrame(shown["rows"], columns=shown["head"])
+    return {"text/html": frame.to_html(index=False), "text/plain": frame.to_string(index=False)}

@@ -80,7 +80,8 @@ def over_ranks(frame, by, column="ms"):
     by = [name for name in by if name in frame]
     if not by or column not in frame:
         return frame
-    grouped = frame.drop(columns="rank", errors="ignore").groupby(by, sort=False)
+    frame = frame.drop(columns="rank", errors="ignore").assign(**{column: pd.to_numeric(frame[column])})
+    grouped = frame.groupby(by, sort=False)
     made = grouped.mean(numeric_only=True)
     made = made.join(grouped[column].agg(**{f"{column}_least": "min", f"{column}_most": "max"})).reset_index()
     return made.sort_values([by[0], column], ascending=[True, False], kind="stable", ignore_index=True)

@@ -70,7 +70,9 @@ def test_lanes_are_of_the_lowest_rank_of_the_capture_that_the_findings_are_of(ba
 def test_a_table_that_cannot_be_drawn_is_told_and_the_others_are_drawn(bare_run, capsys):
     bare_run.save("lanes", [{"capture": "c1", "part": "gemm", "ms": 1.0}])
     made = first_page.figures(bare_run, {"closure": CLOSURE, "capture": "c1"})
-    assert [figure["layout"]["title"]["text"][:15] for figure in made] == ["Where TPOT goes"]
+    assert [figure["layout"]["title"]["text"] for figure in made] == [
+        "Where the time of a token goes: from bandwidth bound to measured TPOT"
+    ]
     assert "no lanes figure: KeyError: 'rank'" in capsys.readouterr().err
 
 

@@ -56,6 +56,20 @@ def test_kernels_are_the_longest_of_each_capture_with_names_cut(bare_run):
     assert kernels["rows"][0][1] == "019" + "k" * 107 + "… (193 more characters)"
 
 
+def test_eight_ranks_are_one_row_with_least_and_most():
+    rows = [
+        {"capture": "c1", "rank": r, "op": op, "ms": ms + r, "wait_ms": None}
+        for op, ms in (("a", 1.0), ("b", 9.0))
+        for r in range(8)
+    ]
+    made = tables.over_ranks(pd.DataFrame(rows), ["capture", "op"])
+    assert made.to_dict("records") == [
+        {"capture": "c1", "op": "b", "ms": 12.5, "ms_least": 9.0, "ms_most": 16.0},
+        {"capture": "c1", "op": "a", "ms": 4.5, "ms_least": 1.0, "ms_most": 8.0},
+    ]
+    assert tables.over_ranks(pd.DataFrame(rows), ["capture", "op"], "wait_ms")["wait_ms_most"].isna().all()
+
+
 def test_two_columns_as_an_interval():
     made = tables.table(
         [{"low_ms": 1.25, "high_ms": 2.0}, {"low_ms": None, "high_ms": None}], columns=["low_ms..high_ms"]

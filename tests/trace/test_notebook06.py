@@ -130,6 +130,29 @@ def test_kernels_and_skew_figures(result):
     assert bars["transfer"] + bars["waiting for other ranks"] == pytest.approx(skew["ms"].sum())
 
 
+def test_eight_ranks_stay_on_one_screen():
+    at = [{"capture": c, "rank": rank} for c in ("c1", "c64") for rank in range(8)]
+    idle = dict.fromkeys(("idle_in_graph_ms", "idle_in_step_ms", "idle_between_ms"), 0.1)
+    steps = pd.DataFrame([row | idle | {"kernel_sum_ms": 9.0 - abs(row["rank"] - 3), "busy_ms": 8.0} for row in at])
+    categories = pd.DataFrame([row | {"category": "gemm", "ms": 3.0} for row in at])
+    step = figures.step(categories, steps)
+    assert set(step.data[0].y) == {f"{c}, rank {rank}: kernels" for c in ("c1", "c64") for rank in (0, 3, 7)}
+    kernel = {"start_us": 0.0, "dur_us": 1.0, "name": "k", "category": "gemm"}
+    streams = pd.DataFrame([row | kernel | {"stream": s} for row in at for s in range(20)])
+    lanes_of = figures.lanes(streams)
+    assert len({name for bar in lanes_of.data for name in bar.y}) == 16
+    waits = pd.DataFrame(
+        [
+            row | {"op": op, "ms": ms, "transfer_ms": ms, "wait_ms": 0.0}
+            for row in at
+            for op, ms in (("allreduce", 1.0), ("allgather", 0.01))
+        ]
+    )
+    skew = figures.skew(waits)
+    assert len(skew.data[0].y) == 16
+    assert max(figure.layout.height for figure in (step, lanes_of, skew)) < 800
+
+
 def test_figures_of_nothing_say_so():
     empty = pd.DataFrame()
     for figure in (
