@@ -15,8 +15,9 @@ def add(commands):
     compare = commands.add_parser(
         "compare",
         help="what changed between runs, with interval and verdict",
-        description="Compare run B with run A. A run is a directory, a name below data/runs, or `newest`; several "
-        "restarts of one configuration are separated by commas. Exit code 3: B is worse beyond --fail-over.",
+        description="Compare B with A. Each is a run (a directory, a name below data/runs, or `newest`), several "
+        "restarts of one configuration separated by commas, or a campaign's name, which stands for all its runs. "
+        "Exit code 3: B is worse beyond --fail-over.",
     )
     compare.add_argument("before", metavar="A")
     compare.add_argument("after", metavar="B")
@@ -37,12 +38,13 @@ def run_compare(args):
     from k25lib.run import Run
 
     limit = _fraction(args.fail_over) if args.fail_over else None
-    before, after = ([Run.find(name) for name in side.split(",") if name] for side in (args.before, args.after))
+    history = readable(Run.all())
+    before, after = (_restarts(side, history) for side in (args.before, args.after))
     if not before or not after:
         raise UsageError("compare takes two runs, A and B")
     if {run.path for run in before} & {run.path for run in after}:
         raise UsageError("compare takes different runs: a run is on both sides")
-    result = compare_runs(before, after, history=readable(Run.all()))
+    result = compare_runs(before, after, history=history)
     failed = worse_beyond(result["changes"], limit) if limit is not None else []
     names = [[run.path.name for run in side] for side in (before, after)]
     result = {"schema": "k25.compare/1", "before": names[0], "after": names[1], **result}
@@ -54,6 +56,21 @@ def run_compare(args):
     if limit is not None and not result["comparable"]:
         print("k25: " + "; ".join(result["obstacles"]), file=sys.stderr)
     return WORSE if failed else 0 if result["comparable"] else 1
+
+
+def _restarts(side, known):
+    """The runs that one side names: each word is a run, or a campaign's name for all its runs with measurements."""
+    from k25lib.findings.compare import measurements
+    from k25lib.run import Run
+
+    found = []
+    for word in dict.fromkeys(word for word in side.split(",") if word):
+        named = [run for run in known if run.manifest.get("name") == word]
+        whole = [run for run in named if measurements(run)]
+        if len(whole) < len(named):
+            print(f"{word}: {len(named) - len(whole)} of {len(named)} runs measured nothing: left out", file=sys.stderr)
+        found += whole or [Run.find(word)]
+    return found
 
 
 def _fraction(text):
@@ -77,6 +94,12 @@ def _text(result):
         lines.append(
             "The spread is known once a configuration has run twice: name several restarts a side (A1,A2 B1,B2)."
         )
+    if spread := [
+        f"{row['spread_percent']:.1f} % ({row['metric']}, {row['df']} degrees of freedom)"
+        for row in result["changes"]
+        if row["headline"] and row["df"]
+    ]:
+        lines.append(f"spread between restarts of one configuration: {', '.join(spread)}")
     if result["worse_beyond"]:
         lines.append(f"worse beyond --fail-over: {', '.join(result['worse_beyond'])}")
     if result["environment"]:

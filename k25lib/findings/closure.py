@@ -8,10 +8,11 @@ ROUNDING = 0.5  # of the last digit that is printed
 def waterfall(tpot_ms, step, categories, weight_bound_ms=None, kv_bound_ms=0.0, waiting_ms=None):
     """Rows {"part", "ms", "kind", "from"} that lead from the bandwidth bound to `tpot_ms`; their sum is exact.
 
+    Where no client measured at the trace's concurrency (tpot_ms is None) they lead to the step in the trace.
     step: a decode step's `kernel_sum_ms`, `busy_ms`, `span_ms` and, where they are known, `interval_ms`, from a trace.
     categories: {category: ms} of the same step, adding up to the kernel sum. weight_bound_ms, kv_bound_ms: time that
     reading weights and KV cache takes at the peak (None: unknown, then there is no bound). waiting_ms: the part of
-    the communication that waits for other ranks. kind: total, part, or remainder.
+    the same rank's communication that waits for other ranks. kind: total, part, or remainder.
     """
     gemm = sum(categories.get(name, 0.0) for name in GEMMS)
     attention = categories.get("attention", 0.0)
@@ -42,6 +43,9 @@ def waterfall(tpot_ms, step, categories, weight_bound_ms=None, kv_bound_ms=0.0, 
     if step.get("interval_ms"):
         add("between steps", step["interval_ms"] - last, "trace: interval less span")
         last = step["interval_ms"]
+    if tpot_ms is None:
+        add("step in the trace", last, "trace", "total")
+        return rows
     add("not in the trace (profiler, other steps)", tpot_ms - last, "client less trace", "remainder")
     add("measured TPOT", tpot_ms, "client", "total")
     return rows

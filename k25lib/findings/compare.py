@@ -202,9 +202,10 @@ def compare_runs(before, after, history=()):
         headline = metric in headlines
         lower = unit(metric) == "ms"
         confidence = 1 - (1 - CONFIDENCE) / len(headlines) if headline else CONFIDENCE
-        row = {"metric": metric, "unit": unit(metric), "before": float(np.mean(one)), "after": float(np.mean(two))}
+        row = {"metric": metric, "unit": unit(metric), "before": _mean(one), "after": _mean(two)}
         row |= change(one, two, spread, lower, confidence)
         row |= {"headline": headline, "lower_is_better": lower, "df": spread.df if spread else 0}
+        row["spread_percent"] = _percent(spread.sd) if spread else None
         row["restarts_for_5_percent"] = restarts_for(spread, 0.05, confidence) if spread else None
         rows.append(row | {"text": sentence(row)})
     return {
@@ -250,16 +251,20 @@ def worse_beyond(rows, fraction):
 
 
 def _grouped(runs):
-    """Measurements of runs that are restarts of one configuration, as groups: same identity, engine and flags."""
+    """Measurements of runs that are restarts of one configuration, as groups: same name, identity, engine and flags."""
     groups = {}
     for run in runs:
         environment = run.manifest.get("environment") or {}
         flags = {
             k: v for k, v in (environment.get("flags") or {}).items() if k not in ("port", "host", "profiler_config")
         }
-        key = repr((identity(run), environment.get("vllm_version"), sorted(flags.items())))
+        key = repr((run.manifest.get("name"), identity(run), environment.get("vllm_version"), sorted(flags.items())))
         groups.setdefault(key, []).append(measurements(run))
     return list(groups.values())
+
+
+def _mean(values):
+    return float(np.exp(np.log(values).mean()))  # as the change between them is reckoned
 
 
 def _percent(log_change):

@@ -4,14 +4,38 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import pandas as pd
-
 from k25lib import hardware
 from k25lib.errors import K25Error
 from k25lib.model import load_model
 
 from . import steps
 from .compare import number, usable_levels
+
+
+@dataclass(frozen=True)
+class Price:
+    """What one call was measured to take, us, with its spread (ranks, and the quartiles of the rounds) and its row."""
+
+    us: float
+    low_us: float
+    high_us: float
+    source: str
+
+    @classmethod
+    def of(cls, row):
+        """The price of a row of the table `collectives`."""
+        us, half = float(row["time_us_median"]), (number(row.get("time_us_iqr")) or 0.0) / 2
+        low, high = (number(row.get(f"time_us_{end}")) or us for end in ("min", "max"))
+        calls = f", {row['calls']:g} calls" if number(row.get("calls")) else ""
+        return cls(us, min(low, us - half), max(high, us + half), f"{row.get('purpose', 'burst')}, {way(row)}{calls}")
+
+
+def way(row):
+    """How a collective was called, in words: backend, mode, and the NCCL settings that its process had of its own."""
+    own = row.get("environment")
+    settings = json.loads(own) if isinstance(own, str) and own else {}
+    words = [row["backend"], row.get("mode"), *(f"{name}={value}" for name, value in settings.items())]
+    return " ".join(str(word) for word in words if word)
 
 
 @dataclass
@@ -28,16 +52,16 @@ class Facts:
     step: dict | None = None  # of the trace: kernel_sum_ms, busy_ms, span_ms, interval_ms
     categories: dict = field(default_factory=dict)  # category -> {"ms", "calls", "exposed_ms"}
     others: dict = field(default_factory=dict)  # other captures: name -> (category that leads, percent of kernel time)
-    communication: dict | None = None  # over paired ranks: wait_ms, transfer_ms, allreduce_transfer_us
+    communication: dict | None = None  # paired ranks: wait_ms, transfer_ms, waits_ms, allreduce_transfer_us
     model: object = None
     shape: object = None  # the model's Step for this run: tp, batch, context
     device: hardware.Hardware | None = None
     achievable_gb_s: float | None = None
-    gemm_ms: float | None = None  # micro: sum over the step of cold GEMMs
-    burst_us: float | None = None
-    alltoall_us: float | None = None
+    gemm_ms: tuple | None = None  # micro: sum over the step of cold GEMMs, ms: lower quartile, median, upper quartile
+    burst: Price | None = None
+    alltoall: Price | None = None
     link_us: float | None = None  # the part of one AllReduce that grows with its size: S/B
-    allreduces: dict = field(default_factory=dict)  # other measured AllReduces: name -> us a call
+    allreduces: dict = field(default_factory=dict)  # measured AllReduces of the step's size: way -> [Price]
     missing: list = field(default_factory=list)
 
     @property
@@ -95,15 +119,15 @@ def gather_trace(facts, run, manifest):
         facts.missing.append(f"the parts of a decode step: capture {facts.capture} has no whole decode step")
         return
     table = run.table("breakdown")
-    facts.categories = _categories(table, facts.capture, facts.batch)
+    facts.categories = categories_of(table, facts.capture, facts.batch)
     for name in (name for name in names if name != facts.capture):
-        ms = {category: value["ms"] or 0.0 for category, value in _categories(table, name, "all").items()}
+        ms = {category: value["ms"] or 0.0 for category, value in categories_of(table, name).items()}
         if sum(ms.values()):
             facts.others[name] = (max(ms, key=ms.get), 100 * max(ms.values()) / sum(ms.values()))
     facts.communication = _communication(run.table("waits"), facts)
 
 
-def _categories(table, capture, batch):
+def categories_of(table, capture, batch="all"):
     """{category: {"ms", "calls", "exposed_ms"}} of the lowest rank of a capture, in the grouping that others fold."""
     if not {"capture", "batch", "rank", "category", "ms"} <= set(table):
         return {}
@@ -116,15 +140,20 @@ def _categories(table, capture, batch):
 
 
 def _communication(table, facts):
-    """ms of a step over paired ranks: wait_ms and transfer_ms of all collectives; transfer_us of one AllReduce."""
+    """Collectives of the lowest rank's step, ms: wait_ms, transfer_ms; `waits_ms` of every rank; transfer of one
+    AllReduce, us. Tables without ranks hold means over them."""
     if not {"capture", "op", "calls", "wait_ms", "transfer_ms"} <= set(table):
         return None
     rows = table[(table["capture"] == facts.capture) & table["transfer_ms"].notna()]
     if rows.empty:
         return None
+    of_rank = rows["rank"] if "rank" in rows else rows["op"].map(lambda _: 0)
+    waits_ms = rows["wait_ms"].groupby(of_rank).sum()
+    rows = rows[of_rank == of_rank.min()]
+    found = {name: float(rows[name].sum()) for name in ("wait_ms", "transfer_ms")}
     allreduce = rows[rows["op"] == "allreduce"]
-    each = 1e3 * float(allreduce["transfer_ms"].sum()) / float(allreduce["calls"].sum()) if len(allreduce) else None
-    return {**{name: float(rows[name].sum()) for name in ("wait_ms", "transfer_ms")}, "allreduce_transfer_us": each}
+    each_us = float(1e3 * allreduce["transfer_ms"].sum() / allreduce["calls"].sum()) if len(allreduce) else None
+    return found | {"waits_ms": list(map(float, waits_ms)), "allreduce_transfer_us": each_us}
 
 
 def _model(facts, run, manifest):
@@ -161,7 +190,9 @@ def _micro(facts, run):
         rows = rows[rows["state"] == "cold"] if "state" in rows else rows
         rows = rows.drop_duplicates("name")
         if {g["name"] for g in facts.shape.gemms} <= set(rows["name"]):
-            facts.gemm_ms = float((rows["calls_per_step"] * rows["time_us_median"]).sum() / 1e3)
+            half = rows["time_us_iqr"].fillna(0) / 2 if "time_us_iqr" in rows else 0
+            times = (rows["time_us_median"] + sign * half for sign in (-1, 0, 1))
+            facts.gemm_ms = tuple(float((rows["calls_per_step"] * us).sum() / 1e3) for us in times)
     if not ({"status", "op", "bytes", "backend", "time_us_median"} <= set(collectives) and facts.shape):
         return
     if "comparable" in collectives:
@@ -173,19 +204,16 @@ def _micro(facts, run):
             "prices of collectives: no comparable one at the model's message size (gloo shows function only)"
         )
         return
-    purpose = rows["purpose"] if "purpose" in rows else pd.Series("burst", index=rows.index)
     sized = collectives[(collectives["status"] == "ok") & (collectives["op"] == "allreduce")]
     largest = sized.loc[sized["bytes"].idxmax()]
     facts.link_us = float(size * largest["time_us_median"] / largest["bytes"]) if largest["bytes"] > size else None
-    allreduce = rows[(rows["op"] == "allreduce") & purpose.isin(["burst", "variant"])]
-    for row in allreduce.to_dict("records"):
-        chosen = json.loads(row.get("environment") or "{}")
-        name = " ".join([row["backend"], row.get("mode", ""), *(f"{key}={value}" for key, value in chosen.items())])
-        facts.allreduces[name] = float(row["time_us_median"])
+    for row in rows[rows["op"] == "allreduce"].to_dict("records"):
+        facts.allreduces.setdefault(way(row), []).append(Price.of(row))
     for name in ("pynccl graph", "nccl graph", "nccl eager"):  # vLLM's own NCCL calls first: those a server launches
-        facts.burst_us = facts.burst_us or facts.allreduces.get(name)
-    alltoall = rows[rows["op"] == "alltoall"]
-    facts.alltoall_us = float(alltoall["time_us_median"].min()) if len(alltoall) else None
+        bursts = (price for price in facts.allreduces.get(name, []) if price.source.startswith("burst"))
+        facts.burst = facts.burst or next(bursts, None)
+    alltoall = [Price.of(row) for row in rows[rows["op"] == "alltoall"].to_dict("records")]
+    facts.alltoall = min(alltoall, key=lambda price: price.us, default=None)
 
 
 def _device(facts, run, manifest):

@@ -6,7 +6,8 @@ import numpy as np
 from scipy import stats
 
 from . import compare
-from .facts import Facts, gather_trace
+from .facts import Facts, categories_of, gather_trace
+from .steps import captures, decode_step
 
 SHOWN = 12
 
@@ -43,17 +44,26 @@ def history(run, runs):
 
 
 def steps_by_run(run, runs):
-    """Rows {"step": run, "category", "ms"} of a capture of each comparable run, oldest first; `idle` is among them."""
+    """Rows {"step", "category", "ms", "wall_ms"} of a decode step of each comparable run, oldest first; idle is among
+    them. A run shows the capture nearest to a single stream; one that has none to stand beside shows all its captures.
+    """
     own = compare.identity(run)
-    rows = []
-    for other in [other for other in runs if not compare.obstacles(own, compare.identity(other))][-SHOWN:]:
+    alike = [other for other in runs if not compare.obstacles(own, compare.identity(other))][-SHOWN:]
+    bars = []
+    for other in alike:
         facts = Facts()
         gather_trace(facts, other, other.manifest)
-        if not facts.categories:
-            continue
-        parts = {name: value["ms"] for name, value in facts.categories.items() if value["ms"]}
-        parts["idle"] = max(0.0, (facts.step["interval_ms"] or facts.step["span_ms"]) - facts.step["busy_ms"])
-        rows += [{"step": other.path.name, "category": name, "ms": ms} for name, ms in parts.items()]
+        if facts.categories:
+            bars.append((other.path.name, facts.step, {name: part["ms"] for name, part in facts.categories.items()}))
+    if len(bars) < 2:
+        table, parts = run.table("steps"), run.table("breakdown")
+        found = ((name, decode_step(table, name), categories_of(parts, name)) for name in captures(table))
+        bars = [(name, step, {k: v["ms"] for k, v in own.items()}) for name, step, own in found if step and own]
+    rows = []
+    for name, step, parts in bars:
+        wall_ms = step["interval_ms"] or step["span_ms"]
+        parts = {category: ms for category, ms in parts.items() if ms} | {"idle": max(0.0, wall_ms - step["busy_ms"])}
+        rows += [{"step": name, "category": category, "ms": ms, "wall_ms": wall_ms} for category, ms in parts.items()]
     return rows
 
 

@@ -22,7 +22,8 @@ PART_OF = {  # a part of the waterfall in words that a sentence can use
 def summarise(run):
     """The findings of a run as a dict of plain values for the report.
 
-    sentences (three), headlines (rows name, value, low, high, unit, source), closure (the waterfall), contradictions,
+    sentences (three), headlines (rows name, value, low, high, spread: what low and high are, unit, source), capture
+    (that they are of), closure (the waterfall), contradictions,
     next (bottlenecks in order), whatif (ranges), micro (timed alone against the trace), efficiency, changes (rows
     against the run `previous`, with `verdict`), history, history_of and steps_by_run (over comparable runs),
     references (other campaigns), missing (what could not be said, and why).
@@ -35,10 +36,9 @@ def summarise(run):
     parts, impossible = [], []
     if facts.step and categories:
         tpot_ms = facts.tpot_ms if facts.is_single_stream else None
-        total_ms = tpot_ms or facts.step["interval_ms"] or facts.step["span_ms"]
         waiting = facts.communication and facts.communication["wait_ms"]
-        parts = closure.waterfall(total_ms, facts.step, categories, *bounds, waiting)
-        impossible = closure.contradictions(total_ms, facts.step, categories, *bounds) if tpot_ms else []
+        parts = closure.waterfall(tpot_ms, facts.step, categories, *bounds, waiting)
+        impossible = closure.contradictions(tpot_ms, facts.step, categories, *bounds) if tpot_ms else []
         impossible += _census(run, facts)
     micro = _micro(facts, categories)
     if micro and micro[-1]["micro_ms"] < 0:
@@ -57,6 +57,7 @@ def summarise(run):
             _next(facts, parts, categories, helps),
         ],
         "headlines": _headlines(facts, efficiency),
+        "capture": facts.capture,
         "closure": [row | {"percent": 100 * row["ms"] / parts[-1]["ms"]} for row in parts],
         "contradictions": impossible,
         "next": whatif.next_bottlenecks(categories, None if facts.is_cpu else facts.tpot_ms),
@@ -121,12 +122,17 @@ def _dominates(facts, categories, efficiency):
     then = ", ".join(f"{_readable(name, facts)} {value:.2f} ms" for name, value in rest[:2])
     said = f"{_capital(_readable(first, facts))} dominates the decode step: {ms:.2f} of {whole:.2f} ms"
     said += f" ({100 * ms / whole:.0f} %){then and f', then {then}'} (capture {facts.capture}, batch {facts.batch}"
+    said += f", mean of {step['steps']} steps"
+    if step["interval_ms"]:
+        said += f", nine of ten take {step['interval_ms_low']:.2f} to {step['interval_ms_high']:.2f} ms"
     if facts.is_cpu:
         return f"{said}; CPU operators by their own time, {total:.2f} ms in all: there are no GPU kernels)."
     said += f"; kernels overlap and add up to {total:.2f} ms)" if total > step["busy_ms"] * 1.01 else ")"
     if facts.communication:
         wait, transfer = facts.communication["wait_ms"], facts.communication["transfer_ms"]
         said += f"; communication is {transfer:.2f} ms of transfer and {wait:.2f} ms of waiting for other ranks"
+        if len(waits := facts.communication["waits_ms"]) > 1:
+            said += f" on rank {step['rank']} ({min(waits):.2f} to {max(waits):.2f} ms over {len(waits)} ranks)"
     for name, (category, percent) in facts.others.items():
         if category != first:
             said += f"; in capture {name} {_readable(category, facts)} leads ({percent:.0f} % of kernel time)"
@@ -152,10 +158,12 @@ def _next(facts, parts, categories, helps):
         (first, ms), *rest = _named(facts, categories)
         after = f"; after it comes {_readable(rest[0][0], facts)}, {rest[0][1]:.2f} ms" if rest else ""
         return f"Next, on this CPU only: {_readable(first, facts)}, with a ceiling of {ms:.2f} ms a step{after}."
-    total = parts[-1]["ms"]
+    total, whole = parts[-1]["ms"], "TPOT" if parts[-1]["from"] == "client" else "the step"
     order = sorted((row for row in parts if row["kind"] == "part"), key=lambda row: -row["ms"])[:2]
     names = [PART_OF.get(row["part"], row["part"]) for row in order]
-    said = f"Next: {names[0]}, with a ceiling of {order[0]['ms']:.2f} ms ({100 * order[0]['ms'] / total:.0f} % of TPOT)"
+    said = (
+        f"Next: {names[0]}, with a ceiling of {order[0]['ms']:.2f} ms ({100 * order[0]['ms'] / total:.0f} % of {whole})"
+    )
     said += f"; after it comes {names[1]}, {order[1]['ms']:.2f} ms"
     sure = [row for row in helps if row["low_ms"] > 0]
     if sure:
@@ -184,42 +192,59 @@ def _capital(text):
 def _headlines(facts, efficiency):
     rows = []
 
-    def add(name, value, unit, source, low=None, high=None):
+    def add(name, unit, source, value, low, high, spread):
         if value is not None:
-            rows.append({"name": name, "value": value, "low": low, "high": high, "unit": unit, "source": source})
+            row = {"name": name, "value": value, "low": low, "high": high, "unit": unit}
+            rows.append(row | {"spread": spread if low is not None else "", "source": source})
+
+    def load(name, unit, level, value, column):
+        low, high = (compare.number(level.get(f"{column}_{end}")) for end in ("low", "high"))
+        add(
+            f"{name} at C={level['concurrency']:g}", unit, "levels", compare.number(level.get(value)), low, high, "95 %"
+        )
 
     if facts.level:
-        get = facts.level.get
-        bounds = compare.number(get("tpot_ms_low")), compare.number(get("tpot_ms_high"))
-        at = f"C={facts.level['concurrency']:g}"
-        add(f"TPOT at {at}", facts.tpot_ms, "ms", "levels", *bounds)
-        add(f"TTFT at {at}, median", compare.number(get("ttft_ms_p50")), "ms", "levels")
-        at = f"C={facts.best['concurrency']:g}"
-        add(f"most throughput, at {at}", compare.number(facts.best.get("output_tok_s")), "tok/s", "levels")
-    if facts.step:
-        kind = "CPU operators" if facts.is_cpu else "kernels"
-        source = f"steps, capture {facts.capture}, batch {facts.batch}"
-        add("decode step in the trace", facts.step["interval_ms"] or facts.step["span_ms"], "ms", source)
-        add(f"{kind}, summed over the step", facts.step["kernel_sum_ms"], "ms", source)
+        load("TPOT", "ms", facts.level, "tpot_ms_mean", "tpot_ms")
+        load("TTFT", "ms", facts.level, "ttft_ms_mean", "ttft_ms")
+        load("most throughput,", "tok/s", facts.best, "output_tok_s", "output_tok_s")
+    if step := facts.step:
+        source = f"steps, capture {facts.capture}, batch {facts.batch}, {step['steps']} steps"
+        names = {"decode step in the trace": "interval_ms" if step["interval_ms"] else "span_ms"}
+        names[f"{'CPU operators' if facts.is_cpu else 'kernels'}, summed over the step"] = "kernel_sum_ms"
+        for name, key in names.items():
+            add(name, "ms", source, step[key], step.get(f"{key}_low"), step.get(f"{key}_high"), "nine of ten steps")
     if efficiency:
-        add("DRAM efficiency", efficiency["percent"], "%", efficiency["text"].split(": ", 1)[1])
+        value, (low, high) = efficiency["percent"], rows[0]["low"] and (rows[0]["low"], rows[0]["high"]) or (None, None)
+        ends = (value * facts.tpot_ms / end if end else None for end in (high, low))
+        add("DRAM efficiency", "%", efficiency["text"].split(": ", 1)[1], value, *ends, "95 %, by TPOT")
     return rows
 
 
 def _micro(facts, categories):
-    """What was timed alone against the trace, ms of a step: rows "part", "micro_ms", "trace_ms", the remainder last."""
+    """What was timed alone against the trace, ms of a step: rows "part", "micro_ms" with low and high, "trace_ms",
+    "from"; the remainder last."""
     rows, calls = [], facts.shape.burst_calls if facts.shape else 0
+
+    def add(part, micro, names, source, scale=1.0):
+        low, middle, high = (scale * value for value in micro)
+        row = {"part": part, "micro_ms": middle, "micro_low_ms": low, "micro_high_ms": high}
+        rows.append(row | {"trace_ms": sum(categories.get(name, 0) for name in names) or None, "from": source})
+
     if facts.gemm_ms is not None:
-        rows.append(("GEMMs, cold", facts.gemm_ms, sum(categories.get(name, 0) for name in closure.GEMMS)))
-    if facts.burst_us and calls:
-        communication = sum(categories.get(name, 0) for name in closure.COMMUNICATION)
-        rows.append((f"{calls} AllReduces at the burst price", calls * facts.burst_us / 1e3, communication))
+        add("GEMMs, cold", facts.gemm_ms, closure.GEMMS, f"gemm, M={facts.shape.batch}, quartiles")
+    if facts.burst and calls:
+        price = facts.burst
+        ends = (price.low_us, price.us, price.high_us)
+        add(f"{calls} AllReduces at the burst price", ends, closure.COMMUNICATION, price.source, calls / 1e3)
     if rows and facts.tpot_ms:
         step_ms = facts.step and (facts.step["interval_ms"] or facts.step["span_ms"])
-        rest = facts.tpot_ms - sum(row[1] for row in rows)
-        traced = step_ms and step_ms - sum(row[2] for row in rows)
-        rows.append(("the rest of the step: attention, norms, routing, launches, gaps", rest, traced))
-    return [{"part": part, "micro_ms": micro, "trace_ms": trace or None} for part, micro, trace in rows]
+        traced = step_ms and step_ms - sum(row["trace_ms"] or 0 for row in rows)
+        rest = facts.tpot_ms - sum(row["micro_ms"] for row in rows)
+        part = "the rest of the step: attention, norms, routing, launches, gaps"
+        rows.append(
+            {"part": part, "micro_ms": rest, "trace_ms": traced, "from": "TPOT, and the step, less those above"}
+        )
+    return rows
 
 
 def _census(run, facts):
@@ -243,7 +268,8 @@ def _whatif(facts):
     in_place_us = 1e3 * sum(value["ms"] for value in allreduce) / calls if calls else None
     transfer_us = (facts.communication or {}).get("allreduce_transfer_us")
     if in_place_us and facts.allreduces:
-        made += whatif.other_allreduces(calls, in_place_us, facts.allreduces, tpot_ms, transfer_us)[:3]
+        prices = {way: {price.source: price.us for price in found} for way, found in facts.allreduces.items()}
+        made += whatif.other_allreduces(calls, in_place_us, prices, tpot_ms, transfer_us)[:3]
     if in_place_us:
         whole_us = transfer_us if transfer_us is not None else in_place_us
         made.append(whatif.faster_link(calls, whole_us, min(facts.link_us or 0.0, whole_us), 2, tpot_ms))
@@ -255,11 +281,14 @@ def _whatif(facts):
         return made
     model, tp, batch, context = facts.model, facts.shape.tp, facts.shape.batch, facts.shape.context
     dram_gb_s = facts.device.dram_gb_s
-    prices = {"in place": in_place_us, "transfer alone": transfer_us, "in a burst": facts.burst_us}
+    prices = {"in the trace": in_place_us, "by its transfer in the trace": transfer_us}
+    if facts.burst:
+        prices[f"by {facts.burst.source}"] = facts.burst.us
     prices = {name: us for name, us in prices.items() if us}
     whole = any(gemm["sharding"] == "experts" for gemm in facts.shape.gemms)  # expert parallel already
-    if tp > 1 and model.shape.experts and model.shape.experts % tp == 0 and not whole and prices and facts.alltoall_us:
-        made.append(whatif.expert_parallel(model, tp, batch, prices, facts.alltoall_us, dram_gb_s, tpot_ms))
+    if tp > 1 and model.shape.experts and model.shape.experts % tp == 0 and not whole and prices and facts.alltoall:
+        price = facts.alltoall
+        made.append(whatif.expert_parallel(model, tp, batch, prices, price.us, dram_gb_s, tpot_ms, price.source))
     made.append(whatif.speculative(model, tp, batch, context, dram_gb_s, tpot_ms))
     return made + whatif.other_tp(model, tp, batch, context, dram_gb_s, tpot_ms, transfer_us or in_place_us)
 

@@ -70,19 +70,21 @@ def replicated_attention_ms(model, tp, batch, dram_gb_s):
     return (attention(model.step(tp=1, batch=batch)) - attention(model.step(tp=tp, batch=batch))) / dram_gb_s / 1e6
 
 
-def expert_parallel(model, tp, batch, allreduce_us, alltoall_us, dram_gb_s, tpot_ms):
+def expert_parallel(model, tp, batch, allreduce_us, alltoall_us, dram_gb_s, tpot_ms, alltoall_from=""):
     """Expert parallelism in place of tensor parallelism for the experts.
 
-    allreduce_us: {how it was priced: us}, such as {"in place": 78, "burst": 55.8}. alltoall_us: one all-to-all.
+    allreduce_us: {how it was priced: us}, such as {"in place": 78, "burst": 55.8}. alltoall_us: one all-to-all, and
+    where that was measured.
     """
     layers = model.shape.moe_layers
     imbalance = imbalance_ms(model, tp, batch, dram_gb_s)
     attention = replicated_attention_ms(model, tp, batch, dram_gb_s)
+    exchange = f"{alltoall_us:.4g} us{alltoall_from and f', {alltoall_from}'}"
     cases = []
     for price, us in allreduce_us.items():
         for count, said in ((1, "one all-to-all a layer"), (2, "dispatch and combine: two all-to-alls")):
             saving = layers * (us - count * alltoall_us) / 1e3
-            base = f"AllReduce priced {price} ({us:.4g} us), {said} ({alltoall_us:.4g} us)"
+            base = f"AllReduce priced {price} ({us:.4g} us), {said} ({exchange})"
             cases.append((base, saving))
             cases.append((f"{base}, less the slowest rank's experts ({imbalance:.2f} ms)", saving - imbalance))
             both = f"{base}, less the slowest rank's experts and replicated attention ({attention:.1f} ms)"
@@ -94,17 +96,21 @@ def expert_parallel(model, tp, batch, allreduce_us, alltoall_us, dram_gb_s, tpot
 
 
 def other_allreduces(calls, current_us, candidates, tpot_ms, transfer_us=None):
-    """Other AllReduces, from measured prices `candidates` {name: us}, against `current_us` over `calls` a step.
+    """Other AllReduces against `current_us` over `calls` a step: a range for each, the one that saves most first.
 
-    A range for each, the one that saves most first. transfer_us: the part of the current call that is transfer; the
-    rest is waiting for other ranks, which no algorithm shortens for sure.
+    candidates: {name: {which measurement: us}}; every measurement of a name counts. transfer_us: the part of the
+    current call that is transfer; the rest is waiting for other ranks, which no algorithm shortens for sure.
     """
+    now = {"the whole call of the trace": current_us}
+    if transfer_us is not None:
+        now["its transfer alone, waiting stays"] = transfer_us
     made = []
-    for name, us in candidates.items():
-        cases = [(f"{us:.4g} us against the whole call ({current_us:.4g} us)", calls * (current_us - us) / 1e3)]
-        if transfer_us is not None:
-            said = f"{us:.4g} us against the transfer alone ({transfer_us:.4g} us), waiting stays"
-            cases.append((said, calls * (transfer_us - us) / 1e3))
+    for name, prices in candidates.items():
+        cases = [
+            (f"{us:.4g} us ({measured}) against {said} ({old_us:.4g} us)", calls * (old_us - us) / 1e3)
+            for measured, us in prices.items()
+            for said, old_us in now.items()
+        ]
         made.append(_range(f"AllReduce by {name}", cases, tpot_ms))
     return sorted(made, key=lambda row: -row["high_ms"])
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from k25lib.errors import K25Error
 from k25lib.report import first_page, index, notebook, tables
-from k25lib.report.escape import markdown
+from k25lib.report.escape import markdown, markdown_cell
 from k25lib.report.file import write_text
 from k25lib.report.overview import overview
 
@@ -50,14 +50,14 @@ def _findings(found):
     headlines = [
         (
             row.get("name"),
-            f"{tables.cell(row.get('value'))} {row.get('unit') or ''}",
-            tables.interval(row) or "–",
+            f"{tables.cell(row['value'])} {row.get('unit') or ''}",
+            tables.interval(row),
             row.get("source"),
         )
         for row in found.get("headlines") or []
     ]
     if headlines:
-        blocks.append(_table(["quantity", "value", "interval", "from"], headlines))
+        blocks.append(_table(["quantity", "value", "spread", "from"], headlines))
     for made in tables.of_findings(found):
         blocks += [f"### {made['title']}", _data(made)]
     return blocks
@@ -77,7 +77,7 @@ def _plan(phases):
 
 
 def _result(made, run):
-    note = f"All {len(made['rows']) + made['left_out']:,} rows are in" if made["left_out"] else "From"
+    note = f"All {made['whole']:,} rows are in" if made["left_out"] else "From"
     source = f"{note} `{made['name']}.parquet` of the run ({markdown(made['phase'])})."
     return [f"### {markdown(made['title'])}", _data(made), source]
 
@@ -127,5 +127,9 @@ def _data(made):
 def _table(head, rows, numeric=()):
     """A pipe table; every cell escaped."""
     rule = ["---:" if number else "---" for number in numeric] or ["---"] * len(head)
-    lines = [[markdown(name) for name in head], rule, *([markdown(tables.cell(v)) for v in row] for row in rows)]
+    lines = [
+        [markdown_cell(name) for name in head],
+        rule,
+        *([markdown_cell(tables.cell(v)) for v in row] for row in rows),
+    ]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -5,13 +5,13 @@ import sys
 import pandas as pd
 
 from k25lib.report import notebook
-from k25lib.report.figures import collectives, gemm, summary
+from k25lib.report.figures import breakdown, collectives, gemm, summary
 
 
 def figures(run, found):
     """Plotly JSON of the first page's figures, made from the findings and the tables that exist, most telling first."""
     made = []
-    for make in (_waterfall, _steps, _whatif, _throughput, _roofline, _collectives, _history):
+    for make in (_waterfall, _steps, _lanes, _whatif, _throughput, _roofline, _collectives, _history):
         try:
             figure = make(run, found)
         except (KeyError, ValueError, TypeError, AttributeError) as error:  # a table of another version, or half of one
@@ -29,19 +29,15 @@ def _waterfall(run, found):
 
 
 def _steps(run, found):
-    """Over the runs where there are several; else one bar a capture, rank 0 (or the first), all batches pooled."""
-    rows = _rows(found, "steps_by_run", "step", "category", "ms")
-    if len(rows) and rows.step.nunique() > 1:
-        return summary.step_by_category(rows)
-    rows = run.table("breakdown")
-    if rows.empty:
-        return None
-    for column, wanted in (("batch", "all"), ("group", "fine"), ("rank", None)):
-        if column in rows:
-            wanted = rows[column].min() if wanted is None else wanted
-            rows = rows[rows[column].astype(str) == str(wanted)]
-    step = rows.get("capture", "decode step")
-    return summary.step_by_category(pd.DataFrame({"step": step, "category": rows["category"], "ms": rows["ms"]}))
+    rows = _rows(found, "steps_by_run", "step", "category", "ms", "wall_ms")
+    return summary.step_by_category(rows) if len(rows) else None
+
+
+def _lanes(run, found):
+    """One decode step of the lowest rank, of the capture that the findings are of."""
+    rows = run.table("lanes")
+    rows = rows[rows["capture"] == found.get("capture")] if len(rows) else rows
+    return breakdown.lanes(rows, ranks=1) if len(rows) else None
 
 
 def _whatif(run, found):

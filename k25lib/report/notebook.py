@@ -19,6 +19,7 @@ from k25lib.report import escape
 
 PLOTLY = "application/vnd.plotly.v1+json"
 MOST_TEXT = 20_000  # characters of one text output that the page shows
+WIDGET = "application/vnd.jupyter.widget-view+json"
 _MARKUP = {"text/html", "text/markdown"}
 _TEMPLATES = Path(__file__).with_name("templates")
 
@@ -151,6 +152,8 @@ def _harmless(notebook):
     notebook.cells = [c for c in notebook.cells if "papermill-error-cell-tag" not in c.metadata.get("tags", [])]
     for cell in notebook.cells:
         cell.source = escape.lines(cell.source)
+        if "outputs" in cell:  # a picker is dead on paper
+            cell.outputs = [output for output in cell.outputs if WIDGET not in output.get("data", {})]
         for output in cell.get("outputs", []):
             if output.output_type == "stream":
                 output.text = _cut(output.text)

@@ -8,16 +8,19 @@ from pathlib import Path
 
 import pandas as pd
 
+from k25lib.report.escape import cut
+
 LONGEST = 110
 _UNITS = {
-    "percent": "%", "ms": "ms", "us": "µs", "ns": "ns", "s": "s", "bytes": "bytes", "gb_s": "GB/s", "tb_s": "TB/s",
+    "percent": "%", "ms": "ms", "us": "us", "ns": "ns", "s": "s", "bytes": "bytes", "gb_s": "GB/s", "tb_s": "TB/s",
     "tok_s": "tok/s", "tflop_s": "TFLOP/s", "w": "W", "mhz": "MHz", "gb": "GB",
 }  # fmt: skip
+_WORDS = {"percent": "%", "tpot": "TPOT", "ttft": "TTFT", "dram": "DRAM", "m": "M", "n": "N", "k": "K"}
 _STATISTICS = {"mean", "median", "min", "max", "iqr", "low", "high", "interval", "p50", "p90", "p95", "p99"}
 
 
 def heading(column):
-    """A column's heading, its unit in brackets: `time_us_median` -> `time median (µs)`."""
+    """A column's heading, its unit in brackets: `time_us_median` -> `time median (us)`."""
     if ".." in str(column):
         return heading(re.sub(r"low$|low(?=_)", "interval", str(column).split("..")[0]))
     words = str(column).split("_")
@@ -27,9 +30,9 @@ def heading(column):
     for length in (2, 1):
         unit = _UNITS.get("_".join(words[-length:]))
         if unit and len(words) >= length:
-            name = words[:-length] + tail
+            name = [_WORDS.get(word, word) for word in words[:-length] + tail]
             return f"{' '.join(name)} ({unit})" if name else unit
-    return " ".join("%" if word == "percent" else word for word in words + tail)
+    return " ".join(_WORDS.get(word, word) for word in words + tail)
 
 
 def cell(value):
@@ -44,7 +47,7 @@ def cell(value):
         return ", ".join(f"{key} {cell(part)}" for key, part in value.items()) or "–"
     if isinstance(value, list | tuple | set):
         return ", ".join(cell(part) for part in value) or "–"
-    return str(value)
+    return cut(str(value))
 
 
 def number(value, digits=4):
@@ -63,28 +66,45 @@ def number(value, digits=4):
 
 
 def interval(row):
-    """A record's `low` and `high` as `11.9 – 12.3`; empty when it has none."""
+    """A record's `low` and `high` as `11.9 – 12.3 ms (95 %)`, the brackets its `spread`; empty when it has none."""
     low, high = row.get("low"), row.get("high")
-    return "" if low is None or high is None else f"{cell(low)} – {cell(high)}"
+    if low is None or high is None:
+        return ""
+    what = f"({row['spread']})" if row.get("spread") else ""
+    return " ".join(filter(None, (f"{cell(low)} – {cell(high)}", row.get("unit"), what)))
+
+
+def over_ranks(frame, by, column="ms"):
+    """A table of every rank as one row for each value of the columns `by`: means over the ranks, and of `column` the
+    least and the most (`ms_least`, `ms_most`), the largest mean of each `by[0]` first."""
+    by = [name for name in by if name in frame]
+    if not by or column not in frame:
+        return frame
+    frame = frame.drop(columns="rank", errors="ignore").assign(**{column: pd.to_numeric(frame[column])})
+    grouped = frame.groupby(by, sort=False)
+    made = grouped.mean(numeric_only=True)
+    made = made.join(grouped[column].agg(**{f"{column}_least": "min", f"{column}_most": "max"})).reset_index()
+    return made.sort_values([by[0], column], ascending=[True, False], kind="stable", ignore_index=True)
 
 
 def table(records, title="", columns=None, rows=None):
     """Records (list of dicts or DataFrame) as {"title", "head", "numeric", "rows", "left_out"}; None when empty.
 
-    A column `low_ms..high_ms` is the interval of the two.
+    A column `low_ms..high_ms` is the interval of the two; `name=Heading` has a heading of its own.
     """
     frame = records if isinstance(records, pd.DataFrame) else pd.DataFrame.from_records(list(records))
-    for pair in (name for name in columns or [] if ".." in name and set(name.split("..")) <= set(frame)):
+    heads = {name: head or heading(name) for name, _, head in (str(c).partition("=") for c in columns or frame.columns)}
+    for pair in (name for name in heads if ".." in name and set(name.split("..")) <= set(frame)):
         low, high = (frame[name] for name in pair.split(".."))
         both = [None if pd.isna(a) or pd.isna(b) else f"{cell(a)} – {cell(b)}" for a, b in zip(low, high, strict=True)]
         frame = frame.assign(**{pair: both})
-    columns = [c for c in columns or frame.columns if c in frame.columns and _says_something(frame[c])]
+    columns = [c for c in heads if c in frame.columns and _says_something(frame[c])]
     if frame.empty or not columns:
         return None
     shown = frame[columns].head(rows) if rows else frame[columns]
     return {
         "title": title,
-        "head": [heading(c) for c in columns],
+        "head": [heads[c] for c in columns],
         "numeric": [pd.api.types.is_numeric_dtype(frame[c]) and frame[c].dtype != bool for c in columns],
         "rows": [[cell(v) for v in row] for row in shown.astype(object).itertuples(index=False, name=None)],
         "left_out": len(frame) - len(shown),
@@ -120,32 +140,30 @@ def of_run(run):
     """
     found = []
     for spec in _specs("table"):
-        frame = _chosen(run.table(spec["name"]), spec)
-        by = spec.get("sort", "").lstrip("-")
-        if by in frame.columns:
-            frame = frame.sort_values(by, ascending=not spec["sort"].startswith("-"), kind="stable")
-        whole = len(frame)
-        if spec.get("each") in frame.columns:
-            frame = frame.groupby(spec["each"], sort=True).head(spec["rows"]).sort_values(spec["each"], kind="stable")
-        made = table(frame, spec["title"], spec["columns"], None if "each" in spec else spec.get("rows"))
-        if made:
-            cut = [
-                [text if len(text) <= LONGEST else text[: LONGEST - 1] + "…" for text in row] for row in made["rows"]
-            ]
-            found.append(
-                {**made, "rows": cut, "left_out": whole - len(cut), "name": spec["name"], "phase": spec["phase"]}
-            )
+        frame = run.table(spec["name"])
+        whole, shown = len(frame), _chosen(frame, spec)
+        if "each" in spec and spec["each"] in shown:
+            shown = shown.groupby(spec["each"], sort=True).head(spec["rows"])
+        if made := table(shown, spec["title"], spec["columns"], None if "each" in spec else spec.get("rows")):
+            made["rows"] = [[cut(text, LONGEST) for text in row] for row in made["rows"]]
+            found.append({**made, "left_out": whole - len(made["rows"]), "whole": whole, **_named(spec)})
     return found
 
 
+def _named(spec):
+    return {"name": spec["name"], "phase": spec["phase"]}
+
+
 def _chosen(frame, spec):
-    """The rows that `only` asks for, and of `first` column those with its smallest value."""
+    """The rows that a spec of tables.toml asks for, in its order."""
     for column, wanted in spec.get("only", {}).items():
         if column in frame:
             frame = frame[frame[column].astype(str) == wanted]
     if spec.get("first") in frame and len(frame):
         frame = frame[frame[spec["first"]] == frame[spec["first"]].min()]
-    return frame
+    if "over_ranks" in spec:
+        frame = over_ranks(frame, spec["over_ranks"])
+    return frame.sort_values(spec["sort"], kind="stable") if spec.get("sort") in frame else frame
 
 
 def _specs(kind):

@@ -374,5 +374,5 @@ def tables(result, capture=""):
         "breakdown": [{**row, "batch": str(row["batch"]), "group": result["group"]} for row in rows("categories")],
         "kernels": rows("kernels"),
         "census": rows("census"),
-        "waits": rows("collectives"),
+        "waits": rows("skew"),
     }

@@ -19,8 +19,8 @@ ENVIRONMENT = {"gpus": [{"name": "NVIDIA H200"}], "vllm_version": "0.26.0", "dri
 def make_run(tmp_path, monkeypatch):
     monkeypatch.setenv("K25_RUNS", str(tmp_path / "runs"))
 
-    def _make(tpot_ms, tok_s=1000.0, levels=None, **manifest):
-        run = Run.create("test", **{"server": SERVER, "environment": ENVIRONMENT, **manifest})
+    def _make(tpot_ms, tok_s=1000.0, levels=None, campaign="test", **manifest):
+        run = Run.create(campaign, **{"server": SERVER, "environment": ENVIRONMENT, **manifest})
         run.save(
             "levels",
             levels
@@ -196,6 +196,20 @@ def test_command(make_run, capsys):
     assert main(["compare", before, after, "--fail-over", "25%", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert (result["schema"], result["comparable"], result["worse_beyond"]) == ("k25.compare/1", True, [])
+
+
+def test_a_campaigns_name_stands_for_all_its_restarts(make_run, capsys):
+    for name, times in (("old", (10.0, 10.02, 9.98)), ("new", (12.0, 12.02, 11.98))):
+        for t in times:
+            make_run(t, campaign=name)
+    Run.create("new")
+    assert main(["compare", "old", "new", "--json"]) == 0
+    said = capsys.readouterr()
+    assert said.err == "new: 1 of 4 runs measured nothing: left out\n"
+    result = json.loads(said.out)
+    assert (result["restarts"], result["changes"][0]["df"]) == ({"before": 3, "after": 3}, 4)
+    assert result["changes"][0]["spread_percent"] == pytest.approx(0.19, abs=0.02)
+    assert main(["compare", "old", "old"]) == 2
 
 
 def test_command_refuses_nonsense(make_run, capsys):

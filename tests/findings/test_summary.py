@@ -84,7 +84,8 @@ def test_three_sentences_of_a_whole_run(whole):
     )
     assert dominates.startswith(
         "GEMM dominates the decode step: 2.50 of 8.70 ms (29 %), then MoE GEMM 1.95 ms, norm 1.79 ms "
-        "(capture c1, batch 1; kernels overlap and add up to 8.10 ms)"
+        "(capture c1, batch 1, mean of 3 steps, nine of ten take 8.70 to 8.70 ms; "
+        "kernels overlap and add up to 8.10 ms)"
     )
     assert "communication is 0.90 ms of transfer and 0.06 ms of waiting" in dominates
     assert "in capture c64 MoE GEMM leads (57 % of kernel time)" in dominates
@@ -102,7 +103,9 @@ def test_tables_of_a_whole_run(whole):
         "most throughput, at C=128",
         "decode step in the trace",
     ]
-    assert (found["headlines"][0]["low"], found["headlines"][0]["unit"]) == (8.6, "ms")
+    tpot, *_, efficiency = found["headlines"]
+    assert (tpot["low"], tpot["high"], tpot["unit"], tpot["spread"]) == (8.6, 8.7, "ms", "95 %")
+    assert (efficiency["low"], efficiency["high"]) == pytest.approx((16.69 * 8.64 / 8.7, 16.69 * 8.64 / 8.6), abs=0.01)
     assert [row["finding"] for row in found["contradictions"]] == ["calls that the model does not predict"]
     changes = {row["change"]: row for row in found["whatif"]}
     assert {
@@ -143,8 +146,24 @@ def test_load_alone_gives_the_number(make_run):
 
 def test_a_trace_alone_closes_on_its_own_step(make_run):
     found = plain(summarise(make_run({"steps": STEPS, "breakdown": BREAKDOWN}, **GPU)))
-    assert found["closure"][-1]["ms"] == pytest.approx(8.7)
+    assert (found["closure"][-1]["part"], found["closure"][-1]["ms"]) == ("step in the trace", pytest.approx(8.7))
+    assert sum(row["ms"] for row in found["closure"][:-1]) == pytest.approx(8.7)
     assert "The number is missing" in found["sentences"][0]
+    assert "% of the step)" in found["sentences"][2]
+
+
+def test_waiting_is_that_of_the_rank_whose_step_is_shown(make_run):
+    waits = [
+        {"capture": "c1", "rank": rank, "op": "allreduce", "calls": 123, "wait_ms": wait_ms, "transfer_ms": 0.4}
+        for rank, wait_ms in ((0, 0.5), (1, 0.0))
+    ]
+    found = plain(
+        summarise(make_run({"levels": LEVELS, "steps": STEPS, "breakdown": BREAKDOWN, "waits": waits}, **GPU))
+    )
+    parts = {row["part"]: row["ms"] for row in found["closure"]}
+    assert parts["communication: waiting for other ranks"] == 0.5
+    assert parts["communication: transfer"] == pytest.approx(0.96 - 0.5)
+    assert "0.50 ms of waiting for other ranks on rank 0 (0.00 to 0.50 ms over 2 ranks)" in found["sentences"][1]
 
 
 def test_a_cpu_run_is_labelled(make_run):

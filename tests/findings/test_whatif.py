@@ -66,10 +66,21 @@ def test_touched_experts_have_the_expected_mean():
 
 
 def test_another_allreduce_saves_transfer_at_least_and_waiting_at_most():
-    found = whatif.other_allreduces(122, 7.82, {"tree": 12.0, "custom": 4.0}, 8.64, transfer_us=5.0)
+    prices = {"tree": {"burst": 12.0}, "custom": {"burst": 4.0}}
+    found = whatif.other_allreduces(122, 7.82, prices, 8.64, transfer_us=5.0)
     assert [row["change"] for row in found] == ["AllReduce by custom", "AllReduce by tree"]
     assert (found[0]["low_ms"], found[0]["high_ms"]) == pytest.approx((0.122, 0.46604))
     assert found[1]["high_ms"] < 0
+
+
+def test_all_measurements_of_one_way_make_its_range_and_are_named():
+    prices = {"nccl graph": {"burst, nccl graph, 122 calls": 16.6, "sizes, nccl graph, 20 calls": 7.7}}
+    (found,) = whatif.other_allreduces(123, 7.9, prices, 8.55)
+    assert (found["low_ms"], found["high_ms"]) == pytest.approx((123 * -8.7e-3, 123 * 0.2e-3))
+    assert found["assumes"] == (
+        "at best: 7.7 us (sizes, nccl graph, 20 calls) against the whole call of the trace (7.9 us); "
+        "at worst: 16.6 us (burst, nccl graph, 122 calls) against the whole call of the trace (7.9 us)"
+    )
 
 
 def test_a_faster_link_leaves_the_latency():

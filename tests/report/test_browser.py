@@ -63,16 +63,17 @@ def report(tmp_path_factory):
         "closure": [dict(zip(("part", "ms", "kind"), row, strict=True)) for row in CLOSURE],
         "whatif": [dict(zip(("change", "low_ms", "high_ms"), row, strict=True)) for row in WHATIF],
         "changes": [{"metric": HOSTILE, "before": 1.0, "after": 2.0, "verdict": "worse"}],
+        "steps_by_run": [
+            {"step": c, "category": k, "ms": 9.0 - n, "wall_ms": 40.0}
+            for c in ("c1", HOSTILE)
+            for n, k in enumerate(CATEGORIES)
+        ],
         "missing": [HOSTILE],
     }
     tmp_path = tmp_path_factory.mktemp("report")
     phases = {name: {"state": state, "why": why, "question": HOSTILE} for name, (state, why) in STATES.items()}
     environment = {"model": HOSTILE, "gpus": [{"name": HOSTILE}], "flags": {HOSTILE: HOSTILE}}
     run = Run.create("bench", tmp_path / "runs", title=HOSTILE, phases=phases, environment=environment)
-    run.save(
-        "breakdown",
-        [{"capture": c, "category": k, "ms": 9.0 - n} for c in ("c1", "c64") for n, k in enumerate(CATEGORIES)],
-    )
     folder = tmp_path / "reports" / run.path.name
     outputs = [shown(plain=HOSTILE), shown(html=HOSTILE), shown(markdown=HOSTILE), shown(figure=bars(HOSTILE))]
     paths = [

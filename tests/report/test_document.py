@@ -111,7 +111,7 @@ def test_findings_are_shown_with_their_intervals(make_run, tmp_path, monkeypatch
     }
     monkeypatch.setattr("k25lib.report.overview.summarise", lambda run: found)
     text = document(make_run(), tmp_path / "report")
-    assert "| TPOT | 12.1 ms | 11.9 – 12.3 | levels |" in text
+    assert "| TPOT | 12.1 ms | 11.9 – 12.3 ms | levels |" in text
     assert "| weights | 3.365 |" in text
     entry = json.loads((tmp_path / "report" / "summary.json").read_text())
     assert (entry["headline"]["value"], entry["verdict"]) == (12.1, "worse")

@@ -10,6 +10,7 @@ import pytest
 from bs4 import BeautifulSoup
 from small_notebooks import FIGURE, RAW_FIGURE, execute, shown, written
 
+from k25lib.report import notebook
 from k25lib.report.page import write_page
 
 STATES = {
@@ -81,6 +82,14 @@ def test_a_damaged_notebook_is_said(make_run, tmp_path):
     (tmp_path / "01_service_check.ipynb").write_text('{"cells": [')
     soup = page(make_run(), [tmp_path / "01_service_check.ipynb", tmp_path / "02_macro.ipynb"], tmp_path)
     assert "is no notebook that can be read" in soup.find(id="01_service_check").get_text()
+
+
+def test_a_picker_is_left_out(make_run, tmp_path):
+    data = {notebook.WIDGET: {"model_id": "1"}, "text/plain": "Dropdown(options=())"}
+    picker = nbformat.v4.new_output("display_data", data)
+    soup = page(make_run(), [written(tmp_path / "01_service_check.ipynb", picker, shown(plain="kept"))], tmp_path)
+    text = soup.find(id="01_service_check").get_text()
+    assert ("kept" in text, "Dropdown" in text) == (True, False)
 
 
 def test_long_output_is_cut_and_the_loss_counted(make_run, tmp_path):

@@ -17,13 +17,10 @@ WHATIF = [
     {"change": "expert parallelism", "low_ms": -0.24, "high_ms": 3.54},
     {"change": "no dtype casts", "low_ms": 0.0, "high_ms": 0.0},
 ]
-BREAKDOWN = [
-    {"capture": capture, "rank": rank, "batch": batch, "group": group, "category": category, "ms": ms}
-    for capture in ("c1", "c64")
-    for rank in (0, 1)
-    for batch in ("1", "all")
-    for group, parts in (("fine", {"gemm<int>": 2.0, "allreduce": 5.0}), ("role", {"AllReduce": 7.0}))
-    for category, ms in parts.items()
+STEPS = [
+    {"step": step, "category": category, "ms": ms, "wall_ms": 12.0}
+    for step in ("before", "now")
+    for category, ms in {"idle": 9.0, "gemm<int>": 2.0, "allreduce": 5.0}.items()
 ]
 
 
@@ -41,19 +38,13 @@ def test_waterfall_without_a_bound_starts_at_zero():
 
 def test_whatif_has_zero_in_view_and_the_best_on_top():
     figure = summary.whatif(pd.DataFrame(WHATIF))
-    assert [tuple(trace.x) for trace in figure.data] == [(0.0, 0.0), (-0.24, 3.54)]
+    *ranges, numbers = figure.data
+    assert [tuple(trace.x) for trace in ranges] == [(0.0, 0.0), (-0.24, 3.54)]
+    assert list(numbers.text) == ["+0.00 to +0.00", "-0.24 to +3.54"]
+    assert min(numbers.x) > 3.54
     low, high = figure.layout.xaxis.range
     assert low < -0.24
     assert high > 3.54
-
-
-def test_step_by_category_takes_one_rank_one_grouping_and_all_batches(bare_run):
-    bare_run.save("breakdown", BREAKDOWN)
-    (figure,) = first_page.figures(bare_run, {})
-    bars = {trace["name"]: trace for trace in figure["data"] if trace["type"] == "bar"}
-    assert list(bars) == ["allreduce", "gemm<int>"]
-    assert bars["allreduce"]["y"] == ["c1", "c64"]
-    assert [trace["text"] for trace in figure["data"] if trace["type"] == "scatter"] == [[" 7.00 ms", " 7.00 ms"]]
 
 
 @pytest.mark.parametrize("found", [{}, {"closure": [], "whatif": []}, {"closure": [{"note": "none"}]}])
@@ -61,25 +52,28 @@ def test_nothing_to_show_is_no_figure(bare_run, found):
     assert first_page.figures(bare_run, found) == []
 
 
-def test_runs_beside_each_other_have_idle_last(bare_run):
-    found = {
-        "steps_by_run": [
-            {"step": run, "category": category, "ms": ms}
-            for run in ("before", "now")
-            for category, ms in {"idle": 9.0, "gemm": 2.0, "allreduce": 5.0}.items()
-        ]
-    }
-    bare_run.save("breakdown", BREAKDOWN)
-    (figure,) = first_page.figures(bare_run, found)
-    assert [trace["name"] for trace in figure["data"] if trace["type"] == "bar"] == ["allreduce", "gemm", "idle"]
-    assert figure["data"][0]["y"] == ["before", "now"]
+def test_steps_have_idle_last_and_their_wall_time():
+    *bars, wall, text = summary.step_by_category(pd.DataFrame(STEPS)).data
+    assert [bar.name for bar in bars] == ["allreduce", "gemm<int>", "idle"]
+    assert list(bars[0].y) == ["before", "now"]
+    assert (list(wall.x), list(text.x), list(text.text)) == ([12.0, 12.0], [16.0, 16.0], ["  12.00 ms"] * 2)
+
+
+def test_lanes_are_of_the_lowest_rank_of_the_capture_that_the_findings_are_of(bare_run):
+    at = {"stream": 7, "start_us": 0.0, "dur_us": 2.0, "name": "k", "category": "gemm"}
+    bare_run.save("lanes", [{"capture": c, "rank": rank, **at} for c in ("c1", "c64") for rank in (0, 1)])
+    (figure,) = first_page.figures(bare_run, {"capture": "c64"})
+    assert figure["layout"]["title"]["text"] == "One decode step of c64, stream by stream"
+    assert [trace["y"] for trace in figure["data"]] == [["rank 0, stream 7"]]
 
 
 def test_a_table_that_cannot_be_drawn_is_told_and_the_others_are_drawn(bare_run, capsys):
-    bare_run.save("breakdown", [{"capture": "c1", "part": "gemm", "ms": 1.0}])
-    made = first_page.figures(bare_run, {"closure": CLOSURE})
-    assert [figure["layout"]["title"]["text"][:15] for figure in made] == ["Where TPOT goes"]
-    assert "no steps figure: KeyError: 'category'" in capsys.readouterr().err
+    bare_run.save("lanes", [{"capture": "c1", "part": "gemm", "ms": 1.0}])
+    made = first_page.figures(bare_run, {"closure": CLOSURE, "capture": "c1"})
+    assert [figure["layout"]["title"]["text"] for figure in made] == [
+        "Where the time of a token goes: from bandwidth bound to measured TPOT"
+    ]
+    assert "no lanes figure: KeyError: 'rank'" in capsys.readouterr().err
 
 
 def test_history_without_intervals_has_no_bars():

@@ -23,11 +23,11 @@ def test_cell(value, text):
 @pytest.mark.parametrize(
     ("column", "text"),
     [
-        ("time_us_median", "time median (µs)"), ("output_tok_s", "output (tok/s)"), ("ms", "ms"), ("percent", "%"),
-        ("busbw_gb_s", "busbw (GB/s)"), ("tpot_ms_p99", "tpot p99 (ms)"), ("calls_per_step", "calls per step"),
+        ("time_us_median", "time median (us)"), ("output_tok_s", "output (tok/s)"), ("ms", "ms"), ("percent", "%"),
+        ("busbw_gb_s", "busbw (GB/s)"), ("tpot_ms_p99", "TPOT p99 (ms)"), ("calls_per_step", "calls per step"),
         ("concurrency", "concurrency"), ("bytes", "bytes"), ("steady_s", "steady (s)"),
         ("percent_of_peak", "% of peak"), ("median", "median"),
-        ("tpot_ms_low..tpot_ms_high", "tpot interval (ms)"), ("low_percent..high_percent", "interval (%)"),
+        ("tpot_ms_low..tpot_ms_high", "TPOT interval (ms)"), ("low_percent..high_percent", "interval (%)"),
     ],
 )  # fmt: skip
 def test_heading_has_the_unit(column, text):
@@ -43,14 +43,31 @@ def test_table_says_what_it_leaves_out_and_drops_empty_columns():
 
 def test_kernels_are_the_longest_of_each_capture_with_names_cut(bare_run):
     rows = [
-        {"capture": c, "rank": r, "name": "k" * 300, "ms": float(n)} for c in "ba" for r in (0, 1) for n in range(20)
+        {"capture": c, "rank": r, "name": f"{n:03}" + "k" * 300, "ms": n + r / 2}
+        for c in "ba"
+        for r in (0, 1)
+        for n in range(20)
     ]
     bare_run.save("kernels", rows)
     (kernels,) = tables.of_run(bare_run)
     assert [row[0] for row in kernels["rows"]] == ["a"] * 12 + ["b"] * 12
-    assert [row[3] for row in kernels["rows"][:2]] == ["19", "18"]
-    assert kernels["left_out"] == 16
-    assert kernels["rows"][0][2] == "k" * 109 + "…"
+    assert [row[2] for row in kernels["rows"][:2]] == ["19.25", "18.25"]
+    assert (kernels["left_out"], kernels["whole"]) == (56, 80)
+    assert kernels["rows"][0][1] == "019" + "k" * 107 + "… (193 more characters)"
+
+
+def test_eight_ranks_are_one_row_with_least_and_most():
+    rows = [
+        {"capture": "c1", "rank": r, "op": op, "ms": ms + r, "wait_ms": None}
+        for op, ms in (("a", 1.0), ("b", 9.0))
+        for r in range(8)
+    ]
+    made = tables.over_ranks(pd.DataFrame(rows), ["capture", "op"])
+    assert made.to_dict("records") == [
+        {"capture": "c1", "op": "b", "ms": 12.5, "ms_least": 9.0, "ms_most": 16.0},
+        {"capture": "c1", "op": "a", "ms": 4.5, "ms_least": 1.0, "ms_most": 8.0},
+    ]
+    assert tables.over_ranks(pd.DataFrame(rows), ["capture", "op"], "wait_ms")["wait_ms_most"].isna().all()
 
 
 def test_two_columns_as_an_interval():

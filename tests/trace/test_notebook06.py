@@ -40,7 +40,7 @@ def test_all_captures_of_a_run(run, c1, c64):
     for name, source in (("c1", c1), ("c64", c64)):
         shutil.copytree(source, run.path / "captures" / name)
     execute(run=str(run.path))
-    assert set(run.tables()) == {"steps", "breakdown", "kernels", "census", "waits"}
+    assert set(run.tables()) == {"steps", "breakdown", "kernels", "census", "waits", "lanes"}
     steps, table, census = run.table("steps"), run.table("breakdown"), run.table("census")
     assert len(steps[(steps["capture"] == "c1") & (steps["kind"] == "decode") & (steps["rank"] == 0)]) == 20
     chosen = table[(table["capture"] == "c1") & (table["rank"] == 0) & (table["batch"] == "all")]
@@ -111,13 +111,13 @@ def test_the_step_figure_shows_kernels_and_wall_time(result):
 
 
 def test_the_lanes_hold_every_kernel(c1):
-    rows = pd.DataFrame(lanes([c1], 5))
+    rows = pd.DataFrame(lanes([c1], 5)).assign(capture="c1")
     figure = figures.lanes(rows)
     assert sum(len(bar.x) for bar in figure.data) == len(rows)
     assert sum(sum(bar.x) for bar in figure.data) == pytest.approx(rows["dur_us"].sum())
     names = list(dict.fromkeys(name for bar in figure.data for name in bar.y))
     assert len(names) == 10
-    assert "rank 0, 116 others" in names
+    assert "rank 0, 116 other streams" in names
 
 
 def test_kernels_and_skew_figures(result):
@@ -130,11 +130,34 @@ def test_kernels_and_skew_figures(result):
     assert bars["transfer"] + bars["waiting for other ranks"] == pytest.approx(skew["ms"].sum())
 
 
+def test_eight_ranks_stay_on_one_screen():
+    at = [{"capture": c, "rank": rank} for c in ("c1", "c64") for rank in range(8)]
+    idle = dict.fromkeys(("idle_in_graph_ms", "idle_in_step_ms", "idle_between_ms"), 0.1)
+    steps = pd.DataFrame([row | idle | {"kernel_sum_ms": 9.0 - abs(row["rank"] - 3), "busy_ms": 8.0} for row in at])
+    categories = pd.DataFrame([row | {"category": "gemm", "ms": 3.0} for row in at])
+    step = figures.step(categories, steps)
+    assert set(step.data[0].y) == {f"{c}, rank {rank}: kernels" for c in ("c1", "c64") for rank in (0, 3, 7)}
+    kernel = {"start_us": 0.0, "dur_us": 1.0, "name": "k", "category": "gemm"}
+    streams = pd.DataFrame([row | kernel | {"stream": s} for row in at for s in range(20)])
+    lanes_of = figures.lanes(streams)
+    assert len({name for bar in lanes_of.data for name in bar.y}) == 16
+    waits = pd.DataFrame(
+        [
+            row | {"op": op, "ms": ms, "transfer_ms": ms, "wait_ms": 0.0}
+            for row in at
+            for op, ms in (("allreduce", 1.0), ("allgather", 0.01))
+        ]
+    )
+    skew = figures.skew(waits)
+    assert len(skew.data[0].y) == 16
+    assert max(figure.layout.height for figure in (step, lanes_of, skew)) < 800
+
+
 def test_figures_of_nothing_say_so():
     empty = pd.DataFrame()
     for figure in (
         figures.step(empty, empty),
-        figures.groupings(empty),
+        figures.groupings(empty, {}),
         figures.lanes(empty),
         figures.kernels(empty),
         figures.skew(empty),

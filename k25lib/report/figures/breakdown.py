@@ -1,9 +1,12 @@
 """Figures of a decode step from a trace: its time by category, its lanes, its kernels, and waiting for other ranks."""
 
+import pandas as pd
 import plotly.graph_objects as go
 
 from k25lib.report.figures.style import colour, layout
+from k25lib.trace.breakdown import fold
 
+MOST_RANKS = 4  # of more, figures of the step show the lowest rank and those with least and most kernel time
 _IDLE = ("#C9C9C9", "#DDDDDD", "#EEEEEE")
 _WAIT, _TRANSFER = "#C44E52", "#72B7B2"
 
@@ -11,12 +14,16 @@ _WAIT, _TRANSFER = "#C44E52", "#72B7B2"
 def step(categories, steps):
     """A decode step of each capture and rank twice: its kernels by category, and its wall time, busy and idle.
 
-    categories: columns capture, rank, category, ms. steps: capture, rank, busy_ms, idle_in_graph_ms, idle_in_step_ms,
-    idle_between_ms, span_ms; means per decode step. Where the first bar is longer than busy, kernels overlap.
+    categories: columns capture, rank, category, ms. steps: capture, rank, kernel_sum_ms, busy_ms, idle_in_graph_ms,
+    idle_in_step_ms, idle_between_ms; means per decode step. Where the first bar is longer than busy, kernels overlap.
     """
     figure = go.Figure()
-    if categories.empty:
+    if categories.empty or steps.empty:
         return _nothing(figure, "A decode step: kernels by category, and wall time")
+    steps = steps[
+        [rank in _telling(steps, capture) for capture, rank in zip(steps["capture"], steps["rank"], strict=True)]
+    ]
+    categories = categories.merge(steps[["capture", "rank"]])
     kernels, wall = _label(categories) + ": kernels", _label(steps) + ": wall"
     for category in categories.groupby("category")["ms"].sum().sort_values(ascending=False).index:
         mine = categories["category"] == category
@@ -34,11 +41,29 @@ def step(categories, steps):
     return figure.update_xaxes(title="ms per decode step")
 
 
-def groupings(frame):
-    """The same kernel time by several groupings, one stacked bar each. Columns: bar, category, ms, percent."""
+def groupings(frame, published, categories=None):
+    """The kernel time of each capture's lowest rank by both published groupings, beside the published figures.
+
+    frame: columns capture, rank, batch, category, ms, calls, percent, in the fine grouping. published: a file of
+    data/reference. categories: a file of own rules. One stacked bar each, in percent of its kernel time.
+    """
     figure = go.Figure()
+    title = "Kernel time by the published groupings"
     if frame.empty:
-        return _nothing(figure, "Kernel time by the published groupings")
+        return _nothing(figure, title)
+    rows = []
+    for group in ("operation", "role"):
+        for capture, mine in frame.groupby("capture", sort=False):
+            lowest = mine[mine["rank"] == mine["rank"].min()].to_dict("records")
+            rows += [
+                {"bar": f"{capture}, by {group}", **row} for row in fold({"categories": lowest}, group, categories)
+            ]
+    for group in ("operation", "role"):
+        parts = published[f"by_{group}"]
+        whole = sum(parts.values())
+        bar = f"published, by {group}"
+        rows += [{"bar": bar, "category": c, "ms": ms, "percent": 100 * ms / whole} for c, ms in parts.items()]
+    frame = pd.DataFrame(rows)
     for category in frame.groupby("category")["percent"].sum().sort_values(ascending=False).index:
         mine = frame[frame["category"] == category]
         bar = _bar(category, mine["bar"], mine["percent"], colour(category))
@@ -47,7 +72,6 @@ def groupings(frame):
             **bar, customdata=mine["ms"], texttemplate="%{x:.0f}", textposition="inside", insidetextanchor="middle"
         )
     names = list(dict.fromkeys(frame["bar"]))
-    title = "Kernel time by the published groupings"
     figure.update_layout(
         **layout(title, 180 + 46 * len(names)), barmode="stack", uniformtext={"minsize": 9, "mode": "hide"}
     )
@@ -56,14 +80,19 @@ def groupings(frame):
     return figure.update_xaxes(title="percent of kernel time", range=[0, 101])
 
 
-def lanes(rows, most=4):
-    """The kernels of one step on each stream. Columns: rank, stream, start_us, dur_us, name, category.
+def lanes(rows, ranks=None):
+    """The kernels of one step on each stream. Columns: capture, rank, stream, start_us, dur_us, name, category.
 
-    The `most` busiest streams of a rank have a lane each; the others (a CUDA graph may use a hundred) share one.
+    The busiest streams of a rank have a lane each, fewer of them where there are many ranks; the others (a CUDA graph
+    may use a hundred) share one. Of several captures the first is drawn, and of its ranks the lowest `ranks`.
     """
     figure = go.Figure()
     if rows.empty:
         return _nothing(figure, "One decode step, stream by stream")
+    capture = rows["capture"].iloc[0]
+    rows = rows[rows["capture"] == capture]
+    rows = rows[rows["rank"].isin(sorted(rows["rank"].unique())[:ranks])]
+    most = max(1, 8 // rows["rank"].nunique()) if rows["rank"].nunique() > 2 else 4
     rows = rows.assign(lane=_lanes(rows, most))
     for category in rows.groupby("category")["dur_us"].sum().sort_values(ascending=False).index:
         mine = rows[rows["category"] == category]
@@ -79,7 +108,9 @@ def lanes(rows, most=4):
         )
     names = list(dict.fromkeys(rows.sort_values(["rank", "lane"])["lane"]))
     figure.update_layout(
-        **layout("One decode step, stream by stream", 190 + 34 * len(names)), barmode="overlay", bargap=0.25
+        **layout(f"One decode step of {capture}, stream by stream", 190 + 34 * len(names)),
+        barmode="overlay",
+        bargap=0.25,
     )
     figure.update_layout(margin={"t": 130})
     figure.update_yaxes(categoryorder="array", categoryarray=names[::-1], automargin=True)
@@ -87,11 +118,18 @@ def lanes(rows, most=4):
 
 
 def kernels(rows, most=20):
-    """The kernels that take most of a decode step. Columns: name, category, calls, ms (means over ranks)."""
+    """The kernels that take most of a decode step of the first capture, means over its ranks.
+
+    Columns: capture, rank, name, category, calls, ms.
+    """
     figure = go.Figure()
     if rows.empty:
         return _nothing(figure, "Kernels by time")
-    rows = rows.nlargest(most, "ms")
+    capture = rows["capture"].iloc[0]
+    rows = rows[rows["capture"] == capture]
+    ranks = rows["rank"].nunique()
+    rows = rows.groupby(["name", "category"])[["calls", "ms"]].sum().div(ranks).reset_index().nlargest(most, "ms")
+    title = f"Kernels by time, capture {capture}" + (f", mean of {ranks} ranks" if ranks > 1 else "")
     names = [f"{number}. {_short(name)}" for number, name in enumerate(rows["name"], 1)]
     for category in dict.fromkeys(rows["category"]):
         mine = (rows["category"] == category).to_numpy()
@@ -107,17 +145,21 @@ def kernels(rows, most=20):
             customdata=rows["name"][mine].str.slice(0, 160),
             hovertemplate="%{customdata}<br>%{x:.4f} ms, %{text}<extra></extra>",
         )
-    figure.update_layout(**layout("Kernels by time", 160 + 26 * len(rows)), barmode="overlay")
+    figure.update_layout(**layout(title, 160 + 26 * len(rows)), barmode="overlay")
     figure.update_layout(margin={"t": 110})
     figure.update_yaxes(categoryorder="array", categoryarray=names[::-1], automargin=True, tickfont={"size": 11})
     return figure.update_xaxes(title="ms per decode step", range=[0, 1.25 * rows["ms"].max()])
 
 
 def skew(rows):
-    """Collectives of each rank, transfer and waiting. Columns: capture, rank, op, ms, transfer_ms, wait_ms."""
+    """Collectives of each rank, transfer and waiting. Columns: capture, rank, op, ms, transfer_ms, wait_ms.
+
+    Operations that take less than 2 % of the time of all are left to the table.
+    """
     figure = go.Figure()
     if rows.empty:
         return _nothing(figure, "Collectives: transfer and waiting for other ranks")
+    rows = rows[rows.groupby(["capture", "op"])["ms"].transform("max") > 0.02 * rows["ms"].max()]
     names = _label(rows) + " · " + rows["op"]
     figure.add_bar(**_bar("transfer", names, rows["transfer_ms"].astype(float).fillna(0), _TRANSFER))
     figure.add_bar(**_bar("waiting for other ranks", names, rows["wait_ms"].astype(float).fillna(0), _WAIT))
@@ -125,9 +167,15 @@ def skew(rows):
     if unpaired.any():
         figure.add_bar(**_bar("not told apart (no partner)", names, unpaired, "#8C8C8C"))
     title = "Collectives: transfer and waiting for other ranks"
-    figure.update_layout(**layout(title, 150 + 34 * len(rows)), barmode="stack")
+    figure.update_layout(**layout(title, 150 + (34 if len(rows) <= 12 else 20) * len(rows)), barmode="stack")
     figure.update_yaxes(categoryorder="array", categoryarray=list(names)[::-1], automargin=True)
     return figure.update_xaxes(title="ms per decode step")
+
+
+def _telling(steps, capture):
+    """The ranks of a capture to draw: all of few, else the lowest and those with least and most kernel time."""
+    own = steps[steps["capture"] == capture].set_index("rank")["kernel_sum_ms"]
+    return set(own.index) if len(own) <= MOST_RANKS else {own.index.min(), own.idxmin(), own.idxmax()}
 
 
 def _label(rows):
@@ -152,7 +200,7 @@ def _lanes(rows, most):
     def lane(rank, stream):
         streams = own[rank]
         if len(streams) > most + 1 and stream in streams[most:]:
-            return f"rank {rank}, {len(streams) - most} others"
+            return f"rank {rank}, {len(streams) - most} other streams"
         return f"rank {rank}, stream {stream}"
 
     return [lane(rank, stream) for rank, stream in zip(rows["rank"], rows["stream"], strict=True)]

@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 
 from k25lib.micro.fit import fit
 
-from .style import layout
+from .style import layout, log_ticks
 
 COLOURS = {
     "allreduce": "#72B7B2",
@@ -52,11 +52,13 @@ def latency(frame):
     """Time of a single call against its size, log-log, one line an operation, with the fit alpha + S/B."""
     good = timed(frame, "sizes", "expert parallel")
     figure = go.Figure()
-    figure.update_layout(**layout(f"Collectives: time against size{_where(frame)}", 520))
+    figure.update_layout(**layout(f"Collectives: time against size{_where(frame)}", 480))
+    figure.update_layout(margin={"t": 54})
     figure.update_xaxes(title="message, bytes (powers of two: KiB, MiB)", type="log", **_ticks(good))
-    figure.update_yaxes(title="us a call, median over ranks", type="log", dtick="D2")
+    figure.update_yaxes(title="us a call, median over ranks", type="log")
     if good.empty:
         return _empty(figure)
+    figure.update_yaxes(**log_ticks(good["time_us_median"]))
     for op, rows in good.groupby("op", sort=False):
         rows = rows.drop_duplicates("bytes").sort_values("bytes")
         law = fit(rows["bytes"], rows["time_us_median"])
@@ -229,7 +231,7 @@ def exchange_figure(frame):
     title = f"One MoE layer's exchange: AllReduce or expert parallel{_where(frame)}"
     figure.update_layout(**layout(title, 430), barmode="group")
     figure.update_xaxes(title="M, tokens a step", type="category")
-    figure.update_yaxes(title="us", type="log", dtick="D2")
+    figure.update_yaxes(title="us an exchange")
     if rows.empty:
         return _empty(figure)
     for column, name, shade in (

@@ -3,7 +3,7 @@
 import pandas as pd
 import plotly.graph_objects as go
 
-from .style import colour, layout
+from .style import colour, layout, log_ticks
 
 COLUMNS = ["name", "m", "n", "k", "dtype", "kernel", "state", "time_us_median", "time_us_iqr", "gb_s"]
 COLUMNS += ["percent_of_peak", "bound", "calls_per_step", "ms_per_step", "share_percent", "noisy"]
@@ -126,9 +126,10 @@ def experts(frame):
     figure = go.Figure()
     figure.update_layout(**layout("Routed experts: one layer's grouped GEMMs against batch size", 440))
     figure.update_xaxes(title="M, tokens a step", type="log", dtick="L1" if len(good) < 3 else None)
-    figure.update_yaxes(title="us a launch", type="log", dtick="D2")
+    figure.update_yaxes(title="us a launch", type="log")
     if good.empty:
         return _empty(figure)
+    figure.update_yaxes(**log_ticks(good["time_us_median"]))
     figure.update_xaxes(tickvals=sorted(good["m"].unique()))
     styles = {"routed gate_up": "#F58518", "routed down": "#4C78A8"}
     for (name, state), rows in good.groupby(["name", "state"], sort=False):

@@ -1,4 +1,6 @@
-"""One look for every figure: layout, and one colour for a category wherever it appears."""
+"""One look for every figure: layout, axes, and one colour for a category wherever it appears."""
+
+import math
 
 # The order is the stacking order. Names are those of k25lib/trace/categories.toml (fine, operation, role) and idle.
 CATEGORY_COLOURS = {
@@ -31,6 +33,17 @@ CATEGORY_COLOURS = {
 def colour(category):
     """The category's colour (hex); an unlisted category gets the colour of `other`."""
     return CATEGORY_COLOURS.get(category, CATEGORY_COLOURS["other"])
+
+
+def log_ticks(values):
+    """Axis keywords for a logarithmic axis of `values`: 1, 2 and 5 of every decade, written out."""
+    values = [value for value in values if value > 0]
+    if not values:
+        return {}
+    decades = range(math.floor(math.log10(min(values))), math.ceil(math.log10(max(values))) + 1)
+    ticks = [step * 10.0**decade for decade in decades for step in (1, 2, 5)]
+    ticks = [tick for tick in ticks if min(values) / 2.5 <= tick <= max(values) * 2.5]
+    return {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
 
 
 def layout(title, height_px=420, **more):

@@ -37,8 +37,9 @@ def waterfall(rows):
         ends.append(ms if kind == "total" or not ends else ends[-1] + ms)
     room = 0.14 * (max(0, *ends) - min(0, *ends))
     least = min(0, *(end - room * (ms < 0) for end, ms in zip(ends, rows.ms, strict=True)))
+    first, last = rows.part.iloc[0], rows.part.iloc[-1]
     return figure.update_layout(
-        **layout("Where TPOT goes: from the bandwidth bound to the measurement", 100 + 42 * len(rows), **_NO_LEGEND),
+        **layout(f"Where the time of a token goes: from {first} to {last}", 100 + 42 * len(rows), **_NO_LEGEND),
         xaxis={"title": "ms per output token", "range": [least, max(0, *ends) + room]},
         yaxis={"autorange": "reversed", "automargin": True},
     )
@@ -47,35 +48,49 @@ def waterfall(rows):
 def whatif(rows):
     """What each change would save a step, as a range in ms. Columns: change, low_ms, high_ms."""
     rows = rows.sort_values("high_ms", kind="stable")
+    names = [_wrapped(name, 32) for name in rows.change]
+    least, most = min(0, rows.low_ms.min()), max(0, rows.high_ms.max())
+    room = (most - least) or 1
     figure = go.Figure()
-    for low, high, name in zip(rows.low_ms, rows.high_ms, rows.change, strict=True):
+    for low, high, name in zip(rows.low_ms, rows.high_ms, names, strict=True):
         shade = _SLOWER if low < 0 and high <= 0 else _FASTER if low > 0 else _UNEXPLAINED
         figure.add_scatter(
             x=[low, high],
-            y=[_wrapped(name)] * 2,
-            mode="lines+markers+text",
-            text=[f"{low:+.2f}", f"{high:+.2f}"],
-            textposition=["middle left", "middle right"],
+            y=[name] * 2,
+            mode="lines+markers",
             line={"color": shade, "width": 6},
             marker={"color": shade, "size": 11},
-            cliponaxis=False,
             hovertemplate="%{y}: %{x:+.2f} ms<extra></extra>",
         )
-    least, most = min(0, rows.low_ms.min()), max(0, rows.high_ms.max())
-    room = 0.25 * ((most - least) or 1)
+    figure.add_scatter(  # the numbers stand in a column of their own, clear of every line
+        x=[most + 0.06 * room] * len(rows),
+        y=names,
+        mode="text",
+        text=[f"{low:+.2f} to {high:+.2f}" for low, high in zip(rows.low_ms, rows.high_ms, strict=True)],
+        textposition="middle right",
+        cliponaxis=False,
+        hoverinfo="skip",
+    )
     figure.add_vline(x=0, line_width=1, line_color="#555")
     return figure.update_layout(
         **layout("What would help: the range of what each change saves", 100 + 46 * len(rows), **_NO_LEGEND),
-        xaxis={"title": "ms saved per output token (below 0: it costs)", "range": [least - room, most + room]},
+        xaxis={
+            "title": "ms saved per output token (below 0: it costs)",
+            "range": [least - 0.05 * room, most + 0.4 * room],
+        },
         yaxis={"automargin": True},
     )
 
 
 def step_by_category(frame):
-    """Stacked ms per decode step, the largest category first, idle last. Columns: step (the bar), category, ms."""
+    """Stacked ms per decode step, the largest category first, idle last. Columns: step, category, ms, wall_ms.
+
+    The line on each bar (`step`) marks the step's wall time: where kernels overlap, the bar is longer.
+    """
     order = frame.groupby("category").ms.sum().sort_values(ascending=False).index
     order = [name for name in order if name != "idle"] + ["idle"] * ("idle" in order)
-    names = list(dict.fromkeys(frame.step))
+    steps = frame.groupby("step", sort=False).agg(wall_ms=("wall_ms", "first"), ms=("ms", "sum"))
+    names = [_wrapped(name) for name in steps.index]
     figure = go.Figure()
     for category in order:
         part = frame[frame.category == category].set_index("step").ms
@@ -87,11 +102,18 @@ def step_by_category(frame):
             marker_color=colour(category),
             hovertemplate="%{y}<br>%{fullData.name}: %{x:.3f} ms<extra></extra>",
         )
-    totals = frame.groupby("step", sort=False).ms.sum()
     figure.add_scatter(
-        y=[_wrapped(name) for name in names],
-        x=[totals[name] for name in names],
-        text=[f" {totals[name]:.2f} ms" for name in names],
+        y=names,
+        x=steps.wall_ms,
+        name="wall time of the step",
+        mode="markers",
+        marker={"symbol": "line-ns-open", "size": 34, "color": "#1b1f24", "line": {"width": 3}},
+        hovertemplate="%{y}<br>wall time: %{x:.3f} ms<extra></extra>",
+    )
+    figure.add_scatter(
+        y=names,
+        x=steps.max(axis=1),
+        text=[f"  {wall:.2f} ms" for wall in steps.wall_ms],
         mode="text",
         textposition="middle right",
         cliponaxis=False,
@@ -101,7 +123,10 @@ def step_by_category(frame):
     return figure.update_layout(
         **layout("A decode step by category", 190 + 50 * len(names), margin={"l": 70, "r": 40, "t": 110, "b": 60}),
         barmode="stack",
-        xaxis={"title": "ms per decode step (kernels summed)", "range": [0, 1.18 * totals.max()]},
+        xaxis={
+            "title": "ms per decode step: kernels summed, then idle (line and number: wall time)",
+            "range": [0, 1.18 * steps.max(axis=None)],
+        },
         yaxis={"autorange": "reversed", "automargin": True},
     )
 
@@ -158,5 +183,5 @@ def history(rows, title, unit, band=None):
 
 
 def _wrapped(text, most=26):
-    """A label in lines of at most `most` characters."""
-    return "<br>".join(textwrap.wrap(str(text), most, break_on_hyphens=False)) or "–"
+    """A label in three lines at most, of at most `most` characters."""
+    return "<br>".join(textwrap.wrap(str(text), most, break_on_hyphens=False, max_lines=3, placeholder=" …")) or "–"

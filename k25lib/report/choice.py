@@ -1,0 +1,98 @@
+"""The run and the capture that a notebook shows: as its parameters name them, or picked in JupyterLab."""
+
+from pathlib import Path
+
+import pandas as pd
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.display import display
+
+from k25lib.errors import K25Error, UsageError
+from k25lib.findings import steps
+from k25lib.findings.compare import readable
+from k25lib.report import tables
+from k25lib.report.notebook import PLOTLY, json_of
+from k25lib.run import Run
+
+
+class Choice:
+    """A run and one of its captures (empty: all), by the notebook's parameters; what is shown follows the pickers."""
+
+    def __init__(self, run="", capture=""):
+        self.is_named = bool(run)
+        self.run, self.capture = Run.open_or_new(run, reading=True), capture
+        self._shown = []
+
+    def traces(self):
+        """Where the traces of the chosen captures are: {capture: path}; a path may stand for a capture."""
+        known = self.run.captures()
+        if self.capture and self.capture not in known:
+            path = Path(self.capture)
+            known, self.capture = {path.name: path}, path.name
+        found = {name: path for name, path in known.items() if self.capture in ("", name)}
+        if not found:
+            raise UsageError(
+                "this run has no capture: run 05_profiler_capture first, or set capture to a path of trace files"
+            )
+        return found
+
+    def table(self, name, **only):
+        """A table of the chosen run: the rows of the chosen capture, and those with the values of `only`."""
+        rows = self.run.table(name)
+        for column, value in {"capture": self.capture, **only}.items():
+            if column in rows and value != "":
+                rows = rows[rows[column] == value]
+        return rows
+
+    def show(self, make):
+        """Show what `make()` returns, a figure or a frame; again after each other choice."""
+        made = _bundle(make())
+        if InteractiveShell.initialized():
+            self._shown.append((display(made, raw=True, display_id=True), make))
+
+    def offer(self):
+        """Pickers of every run and capture with a breakdown, newest first; none where the parameters named the run."""
+        if self.is_named or not InteractiveShell.initialized():
+            return
+        from ipywidgets import Dropdown, HBox, Label, VBox
+
+        runs = {r.path.name: r for r in reversed(readable(Run.all())) if steps.captures(r.table("steps"))}
+        run = Dropdown(options=list(runs), value=self.run.path.name if self.run.path.name in runs else None)
+        capture, told = Dropdown(), Label()
+        run.description, capture.description, run.layout.width = "run", "capture", "32rem"
+
+        def fill(_=None):
+            names = steps.captures(self.run.table("steps"))
+            capture.options = [("all", ""), *((name, name) for name in names)]
+            capture.value = self.capture if self.capture in names else ""
+
+        def redraw(_=None):
+            self.capture = capture.value or ""
+            told.value = f'to keep it: run = "{self.run.path.name}", capture = "{self.capture}"'
+            try:
+                for handle, make in self._shown:
+                    made = _bundle(make())
+                    handle.update({"text/plain": "…"}, raw=True)  # JupyterLab's plotly keeps a figure that it has drawn
+                    handle.update(made, raw=True)
+            except (K25Error, ValueError, KeyError, OSError) as error:  # an older run's tables may lack a column
+                told.value = f"cannot be shown: {type(error).__name__}: {error}"
+
+        def switch(change):
+            self.run = runs[change["new"]]
+            capture.unobserve(redraw, "value")
+            fill()
+            capture.observe(redraw, "value")
+            redraw()
+
+        fill()
+        run.observe(switch, "value")
+        capture.observe(redraw, "value")
+        display(VBox([HBox([run, capture]), told]))
+
+
+def _bundle(made):
+    """What a notebook keeps of a figure or a frame: a frame's headings have units, its numbers digits that count."""
+    if hasattr(made, "to_plotly_json"):
+        return {PLOTLY: json_of(made)}
+    shown = tables.table(made) or {"rows": [["nothing to show"]], "head": [""]}
+    frame = pd.DataFrame(shown["rows"], columns=shown["head"])
+    return {"text/html": frame.to_html(index=False), "text/plain": frame.to_string(index=False)}
