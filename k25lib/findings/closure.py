@@ -5,7 +5,7 @@ GEMMS = ("gemm", "other_gemm", "moe_gemm")
 ROUNDING = 0.5  # of the last digit that is printed
 
 
-def waterfall(tpot_ms, step, categories, weight_bound_ms=None, kv_bound_ms=0.0, waiting_ms=None):
+def waterfall(tpot_ms, step, categories, weight_bound_ms=None, kv_bound_ms=0.0, waiting_ms=None, profiler_ms=None):
     """Rows {"part", "ms", "kind", "from"} that lead from the bandwidth bound to `tpot_ms`; their sum is exact.
 
     Where no client measured at the trace's concurrency (tpot_ms is None) they lead to the step in the trace.
@@ -46,7 +46,11 @@ def waterfall(tpot_ms, step, categories, weight_bound_ms=None, kv_bound_ms=0.0, 
     if tpot_ms is None:
         add("step in the trace", last, "trace", "total")
         return rows
-    add("not in the trace (profiler, other steps)", tpot_ms - last, "client less trace", "remainder")
+    if profiler_ms is None:
+        add("not in the trace (profiler, other steps)", tpot_ms - last, "client less trace", "remainder")
+    else:
+        add("the profiler's own cost", -profiler_ms, "client: without the profiler less with it")
+        add("not in the trace (other steps)", tpot_ms - last + profiler_ms, "client less trace", "remainder")
     add("measured TPOT", tpot_ms, "client", "total")
     return rows
 

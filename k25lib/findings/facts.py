@@ -49,6 +49,7 @@ class Facts:
     batch: str = ""
     is_single_stream: bool = True  # the capture ran at the concurrency of `level`
     is_cpu: bool = True
+    profiler_ms: float | None = None  # that the profiler added to the client's TPOT while the trace was taken
     step: dict | None = None  # of the trace: kernel_sum_ms, busy_ms, span_ms, interval_ms
     categories: dict = field(default_factory=dict)  # category -> {"ms", "calls", "exposed_ms"}
     others: dict = field(default_factory=dict)  # other captures: name -> (category that leads, percent of kernel time)
@@ -101,7 +102,10 @@ def gather_trace(facts, run, manifest):
         return
     wanted = facts.level["concurrency"] if facts.level else 1
     facts.capture = min(names, key=lambda name: abs((records.get(name) or {}).get("concurrency", 1) - wanted))
-    concurrency = (records.get(facts.capture) or {}).get("concurrency", 1)
+    record = records.get(facts.capture) or {}
+    concurrency = record.get("concurrency", 1)
+    if record.get("tpot_ms") and record.get("tpot_profiled_ms"):
+        facts.profiler_ms = record["tpot_profiled_ms"] - record["tpot_ms"]
     facts.is_single_stream = concurrency == wanted
     if not facts.is_single_stream:
         facts.missing.append(

@@ -37,7 +37,7 @@ def summarise(run):
     if facts.step and categories:
         tpot_ms = facts.tpot_ms if facts.is_single_stream else None
         waiting = facts.communication and facts.communication["wait_ms"]
-        parts = closure.waterfall(tpot_ms, facts.step, categories, *bounds, waiting)
+        parts = closure.waterfall(tpot_ms, facts.step, categories, *bounds, waiting, facts.profiler_ms)
         impossible = closure.contradictions(tpot_ms, facts.step, categories, *bounds) if tpot_ms else []
         impossible += _census(run, facts)
     micro = _micro(facts, categories)

@@ -73,6 +73,12 @@ def test_the_waterfall_adds_up_to_the_tpot(bound, waiting, interval):
     assert (rows[0]["part"] == "bandwidth bound") == (bound is not None)
 
 
+def test_the_profilers_cost_is_a_part_of_its_own():
+    rows = {row["part"]: row["ms"] for row in waterfall(8.64, STEP, CATEGORIES, 1.26, profiler_ms=0.25)}
+    assert rows["the profiler's own cost"] == -0.25
+    assert rows["not in the trace (other steps)"] == pytest.approx(8.64 - 8.72 + 0.25)
+
+
 def test_a_sound_run_has_no_contradiction():
     assert contradictions(8.64, STEP, CATEGORIES, 1.26, 0.0) == []
 

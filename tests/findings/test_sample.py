@@ -52,3 +52,26 @@ def test_what_dominates(found):
     assert found["sentences"][1].startswith("GEMM dominates the decode step: 2.9")
     assert "DRAM efficiency is 16.7 %" in found["sentences"][1]
     assert [row["category"] for row in found["next"]][:3] == ["gemm", "moe_gemm", "allreduce_nccl"]
+
+
+@pytest.fixture(scope="module")
+def campaign():
+    return summarise(Run.find(ROOT / "data/sample/run-h200x2"))
+
+
+def test_client_trace_and_microbenchmarks_of_the_sample_campaign_agree(campaign):
+    parts = {row["part"]: row["ms"] for row in campaign["closure"]}
+    assert parts["measured TPOT"] == pytest.approx(8.525, abs=1e-3)
+    assert parts["the profiler's own cost"] == pytest.approx(-0.253, abs=1e-3)
+    assert abs(parts["not in the trace (other steps)"]) < 0.01 * 8.525
+    gemms, allreduces = campaign["micro"][:2]
+    assert gemms["micro_ms"] == pytest.approx(gemms["trace_ms"], rel=0.03)
+    assert allreduces["micro_ms"] == pytest.approx(allreduces["trace_ms"], rel=0.08)
+    assert campaign["contradictions"] == []
+
+
+def test_the_sample_campaign_says_which_allreduce_would_help(campaign):
+    best = next(row for row in campaign["whatif"] if row["change"].startswith("AllReduce by"))
+    assert "custom" in best["change"]
+    assert (best["low_ms"], best["high_ms"]) == (pytest.approx(0.354, abs=2e-3), pytest.approx(0.452, abs=2e-3))
+    assert any("NCCL_GRAPH_MIXING_SUPPORT=0" in row["change"] for row in campaign["whatif"])
