@@ -16,7 +16,22 @@ _UNITS = {
     "tok_s": "tok/s", "tflop_s": "TFLOP/s", "w": "W", "mhz": "MHz", "gb": "GB",
 }  # fmt: skip
 _WORDS = {"percent": "%", "tpot": "TPOT", "ttft": "TTFT", "dram": "DRAM", "m": "M", "n": "N", "k": "K"}
-_STATISTICS = {"mean", "median", "min", "max", "iqr", "low", "high", "interval", "p50", "p90", "p95", "p99"}
+_STATISTICS = {
+    "mean",
+    "median",
+    "min",
+    "max",
+    "iqr",
+    "low",
+    "high",
+    "least",
+    "most",
+    "interval",
+    "p50",
+    "p90",
+    "p95",
+    "p99",
+}
 
 
 def heading(column):

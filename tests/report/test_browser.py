@@ -22,10 +22,14 @@ pytestmark = [
     pytest.mark.skipif(not browser.CHROMIUM.exists(), reason=f"no Chromium: {browser.INSTALL}"),
 ]
 
-HOSTILE = "</script><script>alert(1)</script><img src=http://x.invalid/y onerror=alert(1)>\"'|`&lt;\x1b[31m"
+HOSTILE = (
+    "</script><script>alert(1)</script><img src=http://x.invalid/y onerror=alert(1)>\"'|`&lt;\x1b[31m"
+    "\u202e\u200f\n=cmd|'/c calc'!A0 [a](javascript:alert(1))"
+)
+LONG = HOSTILE + "n" * 10_000
 STATES = {
     "01_service_check": ("ok", ""),
-    "02_macro": ("failed", HOSTILE),
+    "02_macro": ("failed", LONG),
     "04_nccl": ("skipped", "the GPUs are held"),
 }
 CLOSURE = [
@@ -62,22 +66,22 @@ def report(tmp_path_factory):
         "headlines": [{"name": HOSTILE, "value": 12.1, "low": 11.9, "high": 12.3, "unit": HOSTILE, "source": HOSTILE}],
         "closure": [dict(zip(("part", "ms", "kind"), row, strict=True)) for row in CLOSURE],
         "whatif": [dict(zip(("change", "low_ms", "high_ms"), row, strict=True)) for row in WHATIF],
-        "changes": [{"metric": HOSTILE, "before": 1.0, "after": 2.0, "verdict": "worse"}],
+        "changes": [{"metric": LONG, "before": 1.0, "after": 2.0, "verdict": "worse"}],
         "steps_by_run": [
             {"step": c, "category": k, "ms": 9.0 - n, "wall_ms": 40.0}
-            for c in ("c1", HOSTILE)
+            for c in ("c1", LONG)
             for n, k in enumerate(CATEGORIES)
         ],
-        "missing": [HOSTILE],
+        "missing": [LONG],
     }
     tmp_path = tmp_path_factory.mktemp("report")
     phases = {name: {"state": state, "why": why, "question": HOSTILE} for name, (state, why) in STATES.items()}
-    environment = {"model": HOSTILE, "gpus": [{"name": HOSTILE}], "flags": {HOSTILE: HOSTILE}}
+    environment = {"model": HOSTILE, "gpus": [{"name": HOSTILE}], "flags": {LONG: LONG}}
     run = Run.create("bench", tmp_path / "runs", title=HOSTILE, phases=phases, environment=environment)
     folder = tmp_path / "reports" / run.path.name
-    outputs = [shown(plain=HOSTILE), shown(html=HOSTILE), shown(markdown=HOSTILE), shown(figure=bars(HOSTILE))]
+    outputs = [shown(plain=LONG), shown(html=LONG), shown(markdown=LONG), shown(figure=bars(HOSTILE))]
     paths = [
-        written(folder / "01_service_check.ipynb", *outputs, text=f"# {HOSTILE}"),
+        written(folder / "01_service_check.ipynb", *outputs, text=f"# {LONG}"),
         written(folder / "02_macro.failed.ipynb", shown(figure=bars("kernel<float>"))),
     ]
     with pytest.MonkeyPatch.context() as patch:
@@ -99,6 +103,7 @@ def test_every_figure_is_drawn_and_nothing_is_asked_for(report, width):
 
 def test_figures_are_drawn_only_when_they_come_near(report):
     with browser.opened(report / "index.html") as (page, seen):
+        page.locator(".plot").first.scroll_into_view_if_needed()
         page.wait_for_selector(".plot .main-svg")
         drawn = page.locator(".js-plotly-plot").count()
         assert 0 < drawn < page.locator(".plot").count()
@@ -130,6 +135,7 @@ def test_a_script_of_another_hand_could_not_run_or_ask(report, tmp_path):
 
 def test_print_has_every_figure_on_paper(report, tmp_path):
     with browser.opened(report / "index.html") as (page, seen):
+        page.locator(".plot").first.scroll_into_view_if_needed()
         page.wait_for_selector(".plot .main-svg")
         page.pdf(path=str(tmp_path / "page.pdf"), format="A4")
         assert page.locator(".js-plotly-plot").count() == 5
@@ -147,7 +153,9 @@ def test_the_list_of_runs(report, width):
 
 
 def test_a_legend_of_many_lines_clears_the_title_on_a_phone(make_run, tmp_path):
-    frame = pd.DataFrame({"step": "c1", "category": [f"category number {n}" for n in range(12)], "ms": 1.0})
+    frame = pd.DataFrame(
+        {"step": "c1", "category": [f"category number {n}" for n in range(12)], "ms": 1.0, "wall_ms": 9.0}
+    )
     path = written(tmp_path / "01_service_check.ipynb", shown(figure=notebook.json_of(summary.step_by_category(frame))))
     write_page(make_run(), [path], tmp_path / "index.html")
     assert browser.look(tmp_path / "index.html", 360).overlaps == []

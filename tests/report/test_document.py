@@ -83,7 +83,7 @@ def test_environment_has_its_differences_from_the_run_before(make_run, tmp_path)
 
 
 def test_hostile_names_stay_text(make_run, tmp_path):
-    name = "<script>alert(1)</script>|`x`\n# [a](javascript:b) \x1b[31m"
+    name = "<script>alert(1)</script>|`x`\n# [a](javascript:b) \u202e\x1b[31m"
     run = make_run({"02_macro": ("failed", name)}, environment={"model": name, "flags": {name: name}})
     run.update(title=name)
     run.save("kernels", [{"name": name, "ms": 1.0}])

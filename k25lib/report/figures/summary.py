@@ -124,7 +124,7 @@ def step_by_category(frame):
         **layout("A decode step by category", 190 + 50 * len(names), margin={"l": 70, "r": 40, "t": 110, "b": 60}),
         barmode="stack",
         xaxis={
-            "title": "ms per decode step: kernels summed, then idle (line and number: wall time)",
+            "title": "ms per decode step (line, number: wall time)",
             "range": [0, 1.18 * steps.max(axis=None)],
         },
         yaxis={"autorange": "reversed", "automargin": True},
