@@ -16,9 +16,9 @@ CONFIDENCE = 0.95
 POWER = 0.8
 LEAST = 0.01  # a change under 1 % is the same, however surely it is there
 
-# Facts that change at every start, or from moment to moment
-PASSING = {"url", "port", "log", "traces", "profiler_config", "torch_profiler_dir", "python", "config", "ready_ms"}
-PASSING |= {"temperature_c", "sm_mhz", "memory_mhz", "memory_used_bytes"}
+# Facts that change at every start, or from moment to moment, by the end of their names
+_PASSING = ("url", "port", "log", "traces", "profiler_config", "torch_profiler_dir", "server.python", "server.config")
+_PASSING += ("ready_ms", "temperature_c", "sm_mhz", "memory_mhz", "memory_used_bytes", "uuid")
 
 
 @dataclass(frozen=True)
@@ -163,10 +163,25 @@ def obstacles(one, other):
 def environment_differences(before, after):
     """Facts of the environment and server that differ, as rows {"what", "before", "after"}."""
     one, two = (_flat({k: m.get(k) or {} for k in ("environment", "server", "git")}) for m in (before, after))
-    keys = [key for key in {**one, **two} if key.rsplit(".", 1)[-1] not in PASSING]
+    keys = [key for key in {**one, **two} if not is_passing(key)]
     return [
         {"what": key, "before": one.get(key), "after": two.get(key)} for key in keys if one.get(key) != two.get(key)
     ]
+
+
+def is_passing(fact):
+    """Whether a fact (dotted name) is of the moment, or of one start: no difference between configurations."""
+    return f".{fact}".endswith(tuple(f".{end}" for end in _PASSING))
+
+
+def earlier(run, runs):
+    """Those of `runs` with the name of `run` that were made before it, the newest first."""
+
+    def created(other):
+        return str(other.manifest.get("created"))
+
+    older = [r for r in runs if r.manifest.get("name") == run.manifest.get("name") and created(r) < created(run)]
+    return sorted(older, key=created, reverse=True)
 
 
 def unit(metric):

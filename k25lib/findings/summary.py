@@ -295,16 +295,10 @@ def _whatif(facts):
 
 def _changes(run, runs):
     """Changes against the newest earlier run of the same name that can be compared."""
-    mine = run.manifest
-    earlier = [
-        other
-        for other in runs
-        if other.manifest.get("name") == mine.get("name")
-        and str(other.manifest.get("created")) < str(mine.get("created"))
-    ]
+    earlier = compare.earlier(run, runs)
     empty = {"rows": [], "previous": "", "verdict": "", "missing": []}
     reasons = []
-    for other in sorted(earlier, key=lambda r: str(r.manifest["created"]), reverse=True):
+    for other in earlier:
         found = compare.compare_runs([other], [run], runs)
         if found["comparable"]:
             columns = (*CHANGE_COLUMNS, "smallest_visible_percent")

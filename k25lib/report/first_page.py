@@ -5,7 +5,7 @@ import sys
 import pandas as pd
 
 from k25lib.report import notebook
-from k25lib.report.figures import breakdown, collectives, gemm, summary
+from k25lib.report.figures import breakdown, collectives, gemm, macro, summary
 
 
 def figures(run, found):
@@ -47,10 +47,7 @@ def _whatif(run, found):
 
 def _throughput(run, found):
     levels = run.table("levels")
-    if not {"tok_s_per_user", "tok_s_per_gpu", "concurrency"} <= set(levels):
-        return None
-    levels = levels.dropna(subset=["tok_s_per_user", "tok_s_per_gpu", "concurrency"])
-    return summary.throughput(levels) if len(levels) else None
+    return macro.pareto(levels) if len(levels) else None
 
 
 def _roofline(run, found):

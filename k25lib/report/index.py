@@ -31,18 +31,10 @@ def write_entry(facts, folder):
         "schema": "k25.report/1",
         **{key: facts[key] for key in ("run", "title", "created", "date", "model", "hardware", "engine", "previous")},
         "headline": next(iter(found.get("headlines") or []), None),
-        "verdict": found.get("verdict") or verdict(found.get("changes") or []),
+        "verdict": found.get("verdict") or "",
         "states": {phase["name"]: phase.get("state", "") for phase in facts["phases"]},
     }
     write_text(folder / ENTRY, json.dumps(made, indent=1, ensure_ascii=False) + "\n")
-
-
-def verdict(changes):
-    """One word for a list of changes: worse or better if any is (`mixed` if both), else unclear or same; "" if none."""
-    said = {change.get("verdict") for change in changes}
-    if {"worse", "better"} <= said:
-        return "mixed"
-    return next((word for word in ("worse", "better", "unclear", "same") if word in said), "")
 
 
 def _read(path):

@@ -2,18 +2,12 @@
 
 import json
 
-from k25lib.findings.compare import readable
+from k25lib.findings import compare
 from k25lib.findings.summary import summarise
 from k25lib.report import tables
 from k25lib.report.escape import plain
 from k25lib.run import Run
 
-# Of no interest as a difference between two runs: they are of the moment, or change with every start.
-_MOMENTARY = {
-    *(f"server.{name}" for name in ("url", "python", "config", "traces", "log")),
-    *("flags.port", "flags.profiler_config"),
-    *(f"gpus.{name}" for name in ("memory_used_bytes", "sm_mhz", "memory_mhz", "temperature_c", "uuid")),
-}
 _UNFINISHED = {"pending": "has not run yet", "running": "is running", "failed": "failed", "skipped": "was skipped"}
 
 
@@ -55,17 +49,8 @@ def overview(run):
 
 def previous(run, named=""):
     """The run that `run` is compared with: the one `named` in its findings, else the newest earlier one of its name."""
-    mine, runs = run.manifest, readable(Run.all(run.path.parent))
-    earlier = [
-        other
-        for other in runs
-        if other.manifest.get("name") == mine.get("name")
-        and str(other.manifest.get("created")) < str(mine.get("created"))
-    ]
-    return next(
-        (other for other in earlier if other.path.name == named),
-        max(earlier, key=lambda other: str(other.manifest["created"]), default=None),
-    )
+    older = compare.earlier(run, compare.readable(Run.all(run.path.parent)))
+    return next((other for other in older if other.path.name == named), older[0] if older else None)
 
 
 def rows(value, prefix=""):
@@ -103,9 +88,9 @@ def differences(now, before):
     if before:
         for row in found:
             old = before.get(row["name"], "–")
-            if old != row["value"] and row["name"] not in _MOMENTARY:
+            if old != row["value"] and not compare.is_passing(row["name"]):
                 row["before"] = old
-        gone = [key for key in before if key not in now and key not in _MOMENTARY]
+        gone = [key for key in before if key not in now and not compare.is_passing(key)]
         found += [{"name": key, "value": "–", "before": before[key]} for key in gone]
     return found
 

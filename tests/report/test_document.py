@@ -108,6 +108,7 @@ def test_findings_are_shown_with_their_intervals(make_run, tmp_path, monkeypatch
         "headlines": [{"name": "TPOT", "value": 12.1, "low": 11.9, "high": 12.3, "unit": "ms", "source": "levels"}],
         "closure": [{"part": "weights", "ms": 3.365}, {"part": "rest", "ms": 8.7}],
         "changes": [{"metric": "TPOT", "verdict": "worse"}],
+        "verdict": "worse",
     }
     monkeypatch.setattr("k25lib.report.overview.summarise", lambda run: found)
     text = document(make_run(), tmp_path / "report")

@@ -5,7 +5,7 @@ import shutil
 from bs4 import BeautifulSoup
 
 from k25lib.report.document import write_document
-from k25lib.report.index import verdict, write_index
+from k25lib.report.index import write_index
 from k25lib.report.page import write_page
 
 
@@ -48,10 +48,3 @@ def test_a_report_whose_run_is_gone_stays_listed_and_a_damaged_entry_does_not_st
         (root / f"damaged{n}" / "summary.json").write_text(text, encoding="latin-1")
     _, rows = listed(root, [])
     assert len(rows) == 1
-
-
-def test_verdict_of_many_changes():
-    assert verdict([]) == ""
-    assert verdict([{"verdict": "same"}, {"verdict": "worse"}]) == "worse"
-    assert verdict([{"verdict": "better"}, {"verdict": "worse"}]) == "mixed"
-    assert verdict([{"verdict": "same"}, {"verdict": "unclear"}]) == "unclear"

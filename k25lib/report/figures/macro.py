@@ -86,7 +86,7 @@ def pareto(levels):
         figure.update_yaxes(range=[0, float(y.max()) * 1.15])
     figure.update_xaxes(title_text="tok/s per user (1000 / TPOT)")
     figure.update_yaxes(title_text="output tok/s per GPU" if per_gpu else "output tok/s of the server")
-    return figure.update_layout(**layout(_title("Per user against per GPU", levels)))
+    return figure.update_layout(**layout(_title("Throughput against the speed of one user", levels)))
 
 
 def ttft_distribution(requests):

@@ -131,28 +131,6 @@ def step_by_category(frame):
     )
 
 
-def throughput(levels):
-    """Throughput of a GPU against the speed of a user, tok/s. Columns: tok_s_per_user, tok_s_per_gpu, concurrency."""
-    levels = levels.sort_values("concurrency")
-    figure = go.Figure(
-        go.Scatter(
-            x=levels.tok_s_per_user,
-            y=levels.tok_s_per_gpu,
-            mode="lines+markers+text",
-            text=[f"{value:g}" for value in levels.concurrency],
-            textposition="top right",
-            cliponaxis=False,
-            line_color=_TOTAL,
-            hovertemplate="concurrency %{text}: %{x:.1f} tok/s a user, %{y:.0f} tok/s a GPU<extra></extra>",
-        )
-    )
-    return figure.update_layout(
-        **layout("Throughput against the speed of one user (labels: concurrency)", 380, **_NO_LEGEND),
-        xaxis={"title": "output tok/s per user", "rangemode": "tozero", "ticklabelstandoff": 6},
-        yaxis={"title": "output tok/s per GPU", "rangemode": "tozero", "ticklabelstandoff": 6},
-    )
-
-
 def history(rows, title, unit, band=None):
     """One metric over the runs, oldest first. Columns: run, value, low, high (both may be missing), changed (a note).
 
