@@ -174,12 +174,13 @@ def is_passing(fact):
     return f".{fact}".endswith(tuple(f".{end}" for end in _PASSING))
 
 
+def created(run):
+    """When a run was made, as text that sorts."""
+    return str(run.manifest.get("created"))
+
+
 def earlier(run, runs):
     """Those of `runs` with the name of `run` that were made before it, the newest first."""
-
-    def created(other):
-        return str(other.manifest.get("created"))
-
     older = [r for r in runs if r.manifest.get("name") == run.manifest.get("name") and created(r) < created(run)]
     return sorted(older, key=created, reverse=True)
 

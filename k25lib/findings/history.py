@@ -18,9 +18,7 @@ def history(run, runs):
     (rows {"run", "value", "low", "high", "changed"}, {"title", "unit", "band"}). low and high: within the run, where
     the load gave them. band: where a further restart of the earlier runs' configuration would lie 19 times in 20.
     """
-    own = compare.identity(run)
-    alike = [other for other in runs if not compare.obstacles(own, compare.identity(other))]
-    alike = sorted(alike, key=lambda r: str(r.manifest.get("created")))
+    alike = _until(run, runs)
     metric = next(iter(compare.measurements(run)), None)
     rows, before = [], None
     for other in alike:
@@ -47,10 +45,8 @@ def steps_by_run(run, runs):
     """Rows {"step", "category", "ms", "wall_ms"} of a decode step of each comparable run, oldest first; idle is among
     them. A run shows the capture nearest to a single stream; one that has none to stand beside shows all its captures.
     """
-    own = compare.identity(run)
-    alike = [other for other in runs if not compare.obstacles(own, compare.identity(other))][-SHOWN:]
     bars = []
-    for other in alike:
+    for other in _until(run, runs)[-SHOWN:]:
         facts = Facts()
         gather_trace(facts, other, other.manifest)
         if facts.categories:
@@ -65,6 +61,13 @@ def steps_by_run(run, runs):
         parts = {category: ms for category, ms in parts.items() if ms} | {"idle": max(0.0, wall_ms - step["busy_ms"])}
         rows += [{"step": name, "category": category, "ms": ms, "wall_ms": wall_ms} for category, ms in parts.items()]
     return rows
+
+
+def _until(run, runs):
+    """The runs that can be compared with `run`, up to it, oldest first."""
+    own, last = compare.identity(run), compare.created(run)
+    older = [other for other in runs if compare.created(other) <= last]
+    return sorted((r for r in older if not compare.obstacles(own, compare.identity(r))), key=compare.created)
 
 
 def _within(run, metric):

@@ -220,6 +220,7 @@ def test_history_of_comparable_runs(make_run):
     make_run(tables | {"levels": LEVELS}, **other, created="2026-01-04")
     newer = GPU | {"environment": GPU["environment"] | {"vllm_version": "0.33"}}
     run = make_run(tables | {"levels": LEVELS}, **newer)
+    make_run(tables | {"levels": LEVELS}, **newer, created="2099-01-01")  # a later run is none of its history
     found = plain(summarise(run))
     assert [row["value"] for row in found["history"]] == [8.7, 8.6, 8.65, 8.64]
     assert found["history"][-1] == {
