@@ -237,6 +237,25 @@ def test_crosscheck_and_prefix_hits(hits, rate, void):
     assert (level["prefix_hit_rate"], level["void"]) == (rate, void)
 
 
+def test_https_to_a_plain_server_says_so():
+    with (
+        WildServer(answering(good(4))) as server,
+        pytest.raises(K25Error, match="does the server speak https"),
+    ):
+        sweep(server.url.replace("http", "https"), "wild", [1], **QUICK)
+
+
+def test_ipv6():
+    try:
+        server = WildServer(answering(good(4)), host="::1")
+    except OSError:
+        pytest.skip("no IPv6")
+    with server:
+        sweep(f"http://[::1]:{server.port}/proxy/v1/", "wild", [1], **QUICK).check()
+    assert {seen["path"] for seen in server.seen} == {"/proxy/v1/completions"}
+    assert {seen["headers"]["host"] for seen in server.seen} == {f"[::1]:{server.port}"}
+
+
 @pytest.mark.slow
 def test_https_keeps_the_kernel_stamps(tmp_path, monkeypatch):
     certificate = (str(tmp_path / "cert.pem"), str(tmp_path / "key.pem"))
@@ -245,10 +264,11 @@ def test_https_keeps_the_kernel_stamps(tmp_path, monkeypatch):
     if subprocess.run(make, capture_output=True).returncode:
         pytest.skip("no openssl command")
     with WildServer(lambda body, number: [*good(4)[:3], 0.02, *good(4)[3:]], certificate=certificate) as server:
-        with pytest.raises(K25Error, match="certificate"):
-            sweep(server.url, "wild", [1], **QUICK)
+        for model in ("wild", ""):  # both ways to connect say what to do
+            with pytest.raises(K25Error, match="not accepted .*SSL_CERT_FILE"):
+                sweep(server.url, model, [1], **QUICK)
         monkeypatch.setenv("SSL_CERT_FILE", certificate[0])
-        found = sweep(server.url, "wild", [2], **QUICK)
+        found = sweep(server.url, "", [2], **QUICK)
     assert set(kinds(found)) == {"ok"}
     level = found.result["levels"][0]
     assert level["client"]["stamps"] == ("kernel" if sys.platform == "linux" else "user")
