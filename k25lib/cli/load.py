@@ -82,7 +82,6 @@ def table(result):
         name = each["concurrency"] or f"{each['rate']:g}/s"
         figures = [each["output_tok_s"], tpot.get("mean"), tpot.get("p99"), ttft.get("p50"), each["in_flight_mean"]]
         shown = ["-" if value is None else f"{value:.2f}" for value in figures]
-        marks = ["void: prefix hits"] * each["void"] + [f"client: {each['client']['why']}"] * each["client"]["limited"]
         cells = f"{name:>9} {shown[0]:>8} {shown[1]:>8} {shown[2]:>8} {shown[3]:>8} {shown[4]:>9} {each['failed']:>6}"
-        lines.append(f"{cells}  {'; '.join(marks)}".rstrip())
+        lines.append(f"{cells}  {each['remarks'] or ''}".rstrip())
     return "\n".join([*lines, sentence(result["plateau"])])

@@ -46,7 +46,22 @@ def level(runs, concurrency, rate, slo, gpus, honest_concurrency):
     found["void"] = (found["prefix_hit_rate"] or 0) > VOID_HIT_RATE
     found["crosscheck"] = crosscheck(_as_the_server_counts(every), found["server"])
     found["client"] = client_state(figures, found, concurrency, rate, honest_concurrency)
-    return found
+    return found | {"remarks": remarks(found)}
+
+
+def remarks(found):
+    """What a reader must know of a level before its figures are used, as one line; None if there is nothing."""
+    said = []
+    if found["void"]:
+        said.append(f"void: {found['prefix_hit_rate']:.1%} prefix hits")
+    if found["client"]["limited"]:
+        said.append(f"client: {found['client']['why']}")
+    said += [
+        f"the server counts otherwise: {name} {each['difference_percent']:+.1f} %"
+        for name, each in found["crosscheck"].items()
+        if each["agrees"] is False
+    ]
+    return "; ".join(said) or None
 
 
 def interval(output_tok_s, wave_tok_s):

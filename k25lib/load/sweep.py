@@ -312,7 +312,7 @@ def _line(each):
     name = f"C={each['concurrency']}" if each["rate"] is None else f"{each['rate']:g} requests/s"
     if not each["ttft_ms"]:
         return f"{name}: {each['failed']} of {each['requests']} requests failed ({each['errors']})"
-    marks = "".join([", VOID: prefix hits" * each["void"], ", CLIENT-LIMITED" * each["client"]["limited"]])
+    marks = f"; {each['remarks']}" if each["remarks"] else ""
     failed = f", {each['failed']} of {each['requests']} failed" if each["failed"] else ""
     tpot = f"{each['tpot_ms']['mean']:.2f} ms" if each["tpot_ms"] else "-"
     rates = f"{each['output_tok_s'] or 0:.1f} tok/s, TPOT {tpot}, TTFT p50 {each['ttft_ms']['p50']:.1f} ms"

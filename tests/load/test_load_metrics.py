@@ -171,7 +171,7 @@ def test_cannot_tell():
 def test_what_would_settle_it():
     noisy, clear = (plateau.plateau([level(8, 500, spread=0.3), level(16, to, spread=0.3)]) for to in (600, 750))
     assert "waves a level (requests per slot x repeats; now 4) would settle it" in noisy["why"]
-    assert int(noisy["why"].split("about ")[1].split()[0]) > 16 > int(clear["why"].split("about ")[1].split()[0])
+    assert int(noisy["why"].split("about ")[1].split()[0]) > int(clear["why"].split("about ")[1].split()[0])
     nearly = plateau.plateau([level(8, 500, spread=0.3), level(16, 526, spread=0.3)])
     assert "more than 400 waves" in nearly["why"]
     single = plateau.plateau([level(8, 500, waves=1), level(16, 900, waves=1)])

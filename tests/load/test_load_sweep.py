@@ -233,7 +233,10 @@ def test_crosscheck_and_prefix_hits(hits, rate, void):
     with WildServer(answering(good(4)), metrics=metrics_page(hits)) as server:
         level = sweep(server.url, "wild", [2], **QUICK).result["levels"][0]
     assert level["crosscheck"]["tokens"] == {"client": 40, "server": 40, "difference_percent": 0, "agrees": True}
-    assert level["crosscheck"]["ttft_ms"]["agrees"] is False
+    assert (
+        level["crosscheck"]["ttft_ms"]["agrees"] is False and "the server counts otherwise: ttft_ms" in level["remarks"]
+    )
+    assert ("void: 50.0% prefix hits" in level["remarks"]) is void
     assert (level["prefix_hit_rate"], level["void"]) == (rate, void)
 
 
