@@ -27,9 +27,9 @@ def level(runs, concurrency, rate, slo, gpus, honest_concurrency):
     found |= {"unfinished": sum(request.unfinished for request in measured)}
     found |= {"not_sent": sum(result["not_sent"] for _, result, _ in runs)}
     for name in ("steady_s", "ramp_s", "drain_s"):
-        found[name] = _total(figures, name)
+        found[name] = _pool(sum, figures, name)
     for name in ("output_tok_s", "output_tok_s_overall", "request_s", "in_flight_mean", "goodput"):
-        found[name] = _mean(figures, name)
+        found[name] = _pool(np.mean, figures, name)
     found["wave_tok_s"] = [rounded(rate) for each in figures for rate in each["wave_tok_s"]]
     found["output_tok_s_low"], found["output_tok_s_high"] = interval(found["output_tok_s"], found["wave_tok_s"])
     found |= latencies(measured)
@@ -64,6 +64,18 @@ def remarks(found):
     return "; ".join(said) or None
 
 
+def line(each):
+    """A level in one line, for progress."""
+    name = f"C={each['concurrency']}" if each["rate"] is None else f"{each['rate']:g} requests/s"
+    if not each["ttft_ms"]:
+        return f"{name}: {each['failed']} of {each['requests']} requests failed ({each['errors']})"
+    marks = f"; {each['remarks']}" if each["remarks"] else ""
+    failed = f", {each['failed']} of {each['requests']} failed" if each["failed"] else ""
+    tpot = f"{each['tpot_ms']['mean']:.2f} ms" if each["tpot_ms"] else "-"
+    rates = f"{each['output_tok_s'] or 0:.1f} tok/s, TPOT {tpot}, TTFT p50 {each['ttft_ms']['p50']:.1f} ms"
+    return f"{name}: {rates}{failed}{marks}"
+
+
 def interval(output_tok_s, wave_tok_s):
     """95 % interval of a throughput from its waves (Student's t on their logarithms); None, None for a single wave."""
     size = len(wave_tok_s)
@@ -73,18 +85,9 @@ def interval(output_tok_s, wave_tok_s):
     return rounded(output_tok_s * np.exp(-margin)), rounded(output_tok_s * np.exp(margin))
 
 
-def _total(figures, name):
+def _pool(how, figures, name):
     values = [each[name] for each in figures if each[name] is not None]
-    return rounded(sum(values)) if values else None
-
-
-def _mean(figures, name):
-    values = [each[name] for each in figures if each[name] is not None]
-    return rounded(float(np.mean(values))) if values else None
-
-
-def _worst(figures, name):
-    return rounded(max((each[name] for each in figures if each[name] is not None), default=None))
+    return rounded(float(how(values))) if values else None
 
 
 def _as_the_server_counts(requests):
@@ -97,10 +100,10 @@ def _as_the_server_counts(requests):
 def client_state(figures, found, concurrency, rate, honest_concurrency):
     """What the client knows of itself, and whether (and why) it was the limit of the level."""
     state = {
-        "cpu_us_per_token": _mean(figures, "cpu_us_per_token"),
-        "cpu_share": _worst(figures, "cpu_share"),
-        "lag_ms_p99": _worst(figures, "lag_ms_p99"),
-        "late_ms_p99": _worst(figures, "late_ms_p99"),
+        "cpu_us_per_token": _pool(np.mean, figures, "cpu_us_per_token"),
+        "cpu_share": _pool(max, figures, "cpu_share"),
+        "lag_ms_p99": _pool(max, figures, "lag_ms_p99"),
+        "late_ms_p99": _pool(max, figures, "late_ms_p99"),
         "stamps": "kernel" if all(each["stamps"] == "kernel" for each in figures) else "user",
         "priority": figures[0]["priority"] if figures else None,
     }

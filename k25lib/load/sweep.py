@@ -9,8 +9,8 @@ from k25lib.client import Client
 from k25lib.errors import K25Error, UsageError
 from k25lib.load.counters import Counters
 from k25lib.load.drive import Driver, check_descriptors
-from k25lib.load.levels import level
-from k25lib.load.metrics import LATENCIES, SUMMARY, Request
+from k25lib.load.levels import level, line
+from k25lib.load.metrics import LATENCIES, SUMMARY, Request, parse_slo
 from k25lib.load.plateau import plateau
 from k25lib.load.prompts import Prompts, Target
 from k25lib.load.selftest import selftest as test_the_client
@@ -54,20 +54,6 @@ def _flat(value, prefix=""):
         elif not isinstance(each, list):
             row[prefix + key] = each
     return row
-
-
-def parse_slo(slo):
-    """{"ttft": ms, ...} from "ttft=500,tpot=30", a dict of the same, or None."""
-    if not slo:
-        return {}
-    try:
-        pairs = slo.items() if isinstance(slo, dict) else [part.split("=") for part in slo.split(",")]
-        limits = {name.strip(): float(limit) for name, limit in pairs}
-    except (ValueError, AttributeError):
-        limits = {"": 0}
-    if not set(limits) <= {"ttft", "tpot", "e2e"} or not all(limit > 0 for limit in limits.values()):
-        raise UsageError(f'an SLO is limits in ms such as "ttft=500,tpot=30" (ttft, tpot, e2e), not {slo!r}')
-    return limits
 
 
 def _whole(name, values, least=1):
@@ -299,21 +285,10 @@ def _measure(found, sweeper, wanted):
         if any(requests for requests, _, _ in runs):
             each = level(runs, concurrency, rate, settings["slo"], settings["gpus"], sweeper.honest_concurrency)
             result["levels"].append(each)
-            sweeper.say(_line(each))
+            sweeper.say(line(each))
         if sweeper.driver.interrupted or found.error:
             return
         if not any(request.ok for requests, _, _ in runs for request in requests):
             rows = [request.row for requests, _, _ in runs for request in requests]
             found.error = _all_failed(rows, sweeper.target)
             return
-
-
-def _line(each):
-    name = f"C={each['concurrency']}" if each["rate"] is None else f"{each['rate']:g} requests/s"
-    if not each["ttft_ms"]:
-        return f"{name}: {each['failed']} of {each['requests']} requests failed ({each['errors']})"
-    marks = f"; {each['remarks']}" if each["remarks"] else ""
-    failed = f", {each['failed']} of {each['requests']} failed" if each["failed"] else ""
-    tpot = f"{each['tpot_ms']['mean']:.2f} ms" if each["tpot_ms"] else "-"
-    rates = f"{each['output_tok_s'] or 0:.1f} tok/s, TPOT {tpot}, TTFT p50 {each['ttft_ms']['p50']:.1f} ms"
-    return f"{name}: {rates}{failed}{marks}"

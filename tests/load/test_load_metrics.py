@@ -11,7 +11,7 @@ from wild_server import event, good, stream, text, usage
 from k25lib.errors import UsageError
 from k25lib.load import counters, levels, metrics, plateau
 from k25lib.load.prompts import Prompts, Target
-from k25lib.load.sweep import parse_slo, poisson
+from k25lib.load.sweep import poisson
 
 MS = 1_000_000
 
@@ -282,12 +282,16 @@ def test_the_key_and_the_path_are_in_the_request():
 @pytest.mark.parametrize("slo", ["ttft", "ttft=x", "speed=3", "ttft=-1", 5, "ttft=0"])
 def test_bad_slos(slo):
     with pytest.raises(UsageError):
-        parse_slo(slo)
+        metrics.parse_slo(slo)
 
 
 def test_slos():
-    assert parse_slo("ttft=500, tpot=30") == {"ttft": 500, "tpot": 30} == parse_slo({"ttft": 500, "tpot": 30})
-    assert parse_slo("") == {}
+    assert (
+        metrics.parse_slo("ttft=500, tpot=30")
+        == {"ttft": 500, "tpot": 30}
+        == metrics.parse_slo({"ttft": 500, "tpot": 30})
+    )
+    assert metrics.parse_slo("") == {}
 
 
 def test_poisson_arrivals():
