@@ -68,8 +68,12 @@ def plateau(levels):
         found["doublings"].append(step | {"says": judge(lower, upper)})
     found["latency_knee"] = knee(used)
     if not steps:
-        left_out = f" ({len(levels) - len(used)} left out)" if len(levels) > len(used) else ""
-        found["why"] = f"no two usable levels with a doubling between them{left_out}"
+        left_out = sum(bool(level["concurrency"]) for level in levels) - len(used)
+        found["why"] = "no two usable levels with a doubling between them" + (
+            f" ({left_out} left out)" if left_out else ""
+        )
+        if levels and not any(level["concurrency"] for level in levels):
+            found["why"] = "rates (an open loop) have no plateau: give concurrencies"
         return found
     start = next((index for index in range(len(used)) if is_flat(used, index)), None)
     at = None

@@ -12,11 +12,12 @@ from k25lib.load.drive import Driver, check_descriptors
 from k25lib.load.levels import level, line
 from k25lib.load.metrics import LATENCIES, SUMMARY, Request, parse_slo
 from k25lib.load.plateau import plateau
-from k25lib.load.prompts import Prompts, Target
+from k25lib.load.prompts import Prompts, Target, poisson
 from k25lib.load.selftest import selftest as test_the_client
 
 METHOD_VERSION = 2  # goes up when a number would change
 OPEN_LOOP_SECONDS = 30.0
+MOST_REQUESTS = 200_000  # of a level: all are built before it starts
 
 
 class Sweep:
@@ -160,18 +161,18 @@ class _Sweeper:
             for index in range(number)
         ]
 
-        began_s = time.monotonic()
+        began_s, limit = time.monotonic(), settings["max_seconds"] if rate is None else None
 
         def tick(done, in_flight):
             self.counters.tick()
             if time.monotonic() - self.last_said_s > 5 and done:
                 self.last_said_s = time.monotonic()
                 took_s = self.last_said_s - began_s
-                left_s = took_s / done * (number - done) + self.later_s(took_s * concurrency / done)
+                left_s = min(took_s / done * (number - done), (limit or math.inf) - min(took_s, limit or 0))
+                left_s += self.later_s(took_s * concurrency / done)
                 self.say(f"{name}: {done} of {number} requests done, {in_flight} in flight, about {left_s:.0f} s left")
 
         self.counters.before()
-        limit = settings["max_seconds"] if rate is None else None
         result = self.driver.hold(plan, concurrency, warmup, due_ns, limit, tick)
         self.counters.after()
         requests = _read(result, settings["output_tokens"], name, warmup)
@@ -182,14 +183,6 @@ class _Sweeper:
         if self.settings["max_seconds"]:
             return self.levels_left * self.settings["max_seconds"]
         return self.levels_left * (self.settings["requests_per_slot"] + self.settings["warmup"]) * request_s
-
-
-def poisson(rate, seconds, seed):
-    """Arrival times in ns of a Poisson process of `rate` requests a second, for `seconds`; at least one."""
-    source, at_s, due_ns = random.Random(seed), 0.0, []
-    while (at_s := at_s + source.expovariate(rate)) < seconds or not due_ns:
-        due_ns.append(int(at_s * 1e9))
-    return due_ns
 
 
 def sweep(
@@ -225,8 +218,17 @@ def sweep(
         raise UsageError(f"a rate is a positive number of requests a second, not {rate!r}")
     if not rates and not levels:
         raise UsageError("give at least one concurrency")
-    if max_seconds is not None and not max_seconds > 0:
-        raise UsageError(f"max seconds is a positive number, not {max_seconds!r}")
+    _whole("gpus", [] if gpus is None else [gpus])
+    for value in (max_seconds, chunk_timeout_s, first_timeout_s):
+        if value is not None and not 0 < value < math.inf:
+            raise UsageError(f"max seconds and time-outs are positive numbers of seconds, not {value!r}")
+    most = max((each * (max_seconds or OPEN_LOOP_SECONDS) for each in rates), default=0)
+    if not rates:
+        most = levels[-1] * (requests_per_slot + 1)
+    if most > MOST_REQUESTS:
+        raise UsageError(
+            f"{most:.0f} requests in a level are more than {MOST_REQUESTS}: give fewer requests or seconds"
+        )
     check_descriptors(max(levels, default=1))
     api_key = api_key or os.environ.get("K25_API_KEY")
     settings = {
@@ -262,7 +264,12 @@ def sweep(
         found.interrupted = True
     found.interrupted |= sweeper.driver.interrupted
     if found.interrupted:
-        found.error = f"interrupted; {len(result['levels'])} levels are kept, the last one as far as it came"
+        kept = (
+            f"the last of {len(result['levels'])} levels is kept as far as it came"
+            if result["levels"]
+            else "no level yet"
+        )
+        found.error = f"interrupted: {kept}"
     result["plateau"] = plateau(result["levels"])
     result["complete"], result["error"] = found.error is None, found.error
     return found

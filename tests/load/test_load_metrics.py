@@ -10,8 +10,7 @@ from wild_server import event, good, stream, text, usage
 
 from k25lib.errors import UsageError
 from k25lib.load import counters, levels, metrics, plateau
-from k25lib.load.prompts import Prompts, Target
-from k25lib.load.sweep import poisson
+from k25lib.load.prompts import Prompts, Target, poisson
 
 MS = 1_000_000
 

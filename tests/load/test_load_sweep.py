@@ -87,6 +87,7 @@ def test_open_loop(truth):
     assert level["requests"] == len(kinds(found)) > 15
     assert all(row["late_ms"] >= 0 for row in found.tables()["requests"] if row["phase"] == "measured")
     assert level["failed"] == 0 and found.result["plateau"]["verdict"] == "cannot tell"
+    assert "open loop" in found.result["plateau"]["why"]
 
 
 def test_send_sends_exactly_so_many(truth):
@@ -298,6 +299,11 @@ def test_the_key_comes_from_the_environment(monkeypatch):
         {"rate": -1},
         {"rate": float("nan")},
         {"max_seconds": 0},
+        {"chunk_timeout_s": 0},
+        {"first_timeout_s": -1},
+        {"gpus": 0},
+        {"rate": 1e9},
+        {"requests_per_slot": 10**7},
         {"slo": "fast"},
         {"api": "embeddings"},
     ],
