@@ -11,6 +11,7 @@ from k25lib.load.metrics import latencies, rounded, run_figures
 VOID_HIT_RATE = 0.01
 MAX_CPU_SHARE = 0.8
 MIN_IN_FLIGHT = 0.98
+HEADER = "C or rate     tok/s   TPOT ms       p99  TTFT p50 in flight failed  remarks"
 
 
 def level(runs, concurrency, rate, slo, gpus, honest_concurrency):
@@ -52,6 +53,9 @@ def level(runs, concurrency, rate, slo, gpus, honest_concurrency):
 def remarks(found):
     """What a reader must know of a level before its figures are used, as one line; None if there is nothing."""
     said = []
+    if found["errors"]:
+        said.append(", ".join(f"{kind}: {number}" for kind, number in found["errors"].items()))
+        said[0] += f" (the first: {found['first_error']})"
     if found["void"]:
         said.append(f"void: {found['prefix_hit_rate']:.1%} prefix hits")
     if found["client"]["limited"]:
@@ -65,15 +69,12 @@ def remarks(found):
 
 
 def line(each):
-    """A level in one line, for progress."""
-    name = f"C={each['concurrency']}" if each["rate"] is None else f"{each['rate']:g} requests/s"
-    if not each["ttft_ms"]:
-        return f"{name}: {each['failed']} of {each['requests']} requests failed ({each['errors']})"
-    marks = f"; {each['remarks']}" if each["remarks"] else ""
-    failed = f", {each['failed']} of {each['requests']} failed" if each["failed"] else ""
-    tpot = f"{each['tpot_ms']['mean']:.2f} ms" if each["tpot_ms"] else "-"
-    rates = f"{each['output_tok_s'] or 0:.1f} tok/s, TPOT {tpot}, TTFT p50 {each['ttft_ms']['p50']:.1f} ms"
-    return f"{name}: {rates}{failed}{marks}"
+    """A level under HEADER."""
+    tpot, ttft = each["tpot_ms"] or {}, each["ttft_ms"] or {}
+    name = each["concurrency"] or f"{each['rate']:g}/s"
+    figures = [each["output_tok_s"], tpot.get("mean"), tpot.get("p99"), ttft.get("p50"), each["in_flight_mean"]]
+    cells = [f"{'-' if value is None else format(value, '.2f'):>9}" for value in figures]
+    return f"{name:>9} {' '.join(cells)} {each['failed']:>6}  {each['remarks'] or ''}".rstrip()
 
 
 def interval(output_tok_s, wave_tok_s):

@@ -9,7 +9,7 @@ from k25lib.client import Client
 from k25lib.errors import K25Error, UsageError
 from k25lib.load.counters import Counters
 from k25lib.load.drive import Driver, check_descriptors
-from k25lib.load.levels import level, line
+from k25lib.load.levels import HEADER, level, line
 from k25lib.load.metrics import LATENCIES, SUMMARY, Request, parse_slo
 from k25lib.load.plateau import plateau
 from k25lib.load.prompts import Prompts, Target, poisson
@@ -113,8 +113,7 @@ class _Sweeper:
         self.counters = Counters(target.base, settings["api_key"])
         self.prompts = Prompts(settings["seed"], settings["input_tokens"], target.api)
         self.last_said_s, self.levels_left = 0.0, 0
-        self.probes = []
-        self.honest_concurrency = None
+        self.probes, self.honest_concurrency = [], None
 
     def one(self, name):
         """One request by itself, its first attempt at a new length; the Request."""
@@ -142,8 +141,7 @@ class _Sweeper:
         note = "random token ids"
         if self.prompts.shape == "text":
             note = f"{self.prompts.words} random words, a number found by asking the server for usage.prompt_tokens"
-        found = {"shape": self.prompts.shape, "asked_tokens": self.prompts.input_tokens, "note": note}
-        return found | {"probe_tokens": request.row["input_tokens"]}
+        return {"shape": self.prompts.shape, "note": note, "probe_tokens": request.row["input_tokens"]}
 
     def run(self, concurrency, rate, repeat):
         """One repeat of one level: (requests, worker's result, server's figures)."""
@@ -160,7 +158,6 @@ class _Sweeper:
             self.target.request(self.prompts.make(name, index), settings["output_tokens"], f"{name}-{index}")
             for index in range(number)
         ]
-
         began_s, limit = time.monotonic(), settings["max_seconds"] if rate is None else None
 
         def tick(done, in_flight):
@@ -277,6 +274,7 @@ def sweep(
 
 def _measure(found, sweeper, wanted):
     result, settings = found.result, sweeper.settings
+    sweeper.say(HEADER)
     for index, (concurrency, rate) in enumerate(wanted):
         runs = []
         for repeat in range(settings["repeats"]):

@@ -147,6 +147,15 @@ def test_compression_that_nobody_asked_for(encoding):
     assert outcome.times_ns == [10_000_000 * index for index in range(1, TOKENS + 1)]
 
 
+@given(cuts=st.sets(st.integers(1, 400), max_size=30))
+@settings(max_examples=20, deadline=None)
+def test_any_cut_of_compressed_bytes_gives_the_same(cuts):
+    raw = b"".join(compressed(b"gzip", *words(), event(**usage(TOKENS)), DONE))
+    edges = sorted({0, len(raw), *(cut for cut in cuts if cut < len(raw))})
+    pieces = [raw[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    assert figures(read(pieces)) == ("ok", TOKENS, [1] * TOKENS, 8)
+
+
 def test_compression_that_cannot_be_undone():
     outcome = read([HEAD[:-2] + b"Content-Encoding: br\r\n\r\n", *chunked(b"\x1b\x03\x00")])
     assert outcome.kind == "bad_http" and "decompress" in outcome.message

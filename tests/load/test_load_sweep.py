@@ -334,7 +334,7 @@ def test_ctrl_c_keeps_what_was_measured(truth):
         truth, "--model", "truth", "--concurrency", "1,2", "--requests-per-slot", "4000", "--output-tokens", "8",
         "--no-selftest", "--json", start_new_session=True,
     )  # fmt: skip
-    lines = itertools.takewhile(lambda line: "in flight" not in line, process.stderr)
+    lines = itertools.takewhile(lambda line: "requests done" not in line, process.stderr)
     list(lines)
     time.sleep(1)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole group
