@@ -1,7 +1,7 @@
 """Load clients against a server whose true times are known, in one run; read the error columns, nearer 0 is better.
 
     python benchmarks/load.py [--concurrency 1,8,128] [--vllm BIN] [--guidellm BIN] [--aiperf BIN] [--tokenizer DIR]
-    python benchmarks/load.py --server URL --model M --vllm BIN --tokenizer DIR [--concurrency 1,8]
+    python benchmarks/load.py --server URL --model M --vllm BIN --tokenizer DIR [--concurrency 1,8] [--together]
 
 Each client drives the truth server (12 ms a token, TTFT 50 ms, 64 tokens out) in a closed loop. Errors are the
 client's own figure / the server's log - 1, over the same requests; in flight is true (from the log), as a share of C;
@@ -12,6 +12,7 @@ PyPI.
 
 With --server, k25 and vllm bench serve load that server in turns, the same number of requests of the same lengths, all
 of them counted; the difference of the two (k25 / vllm - 1) is paired by round, with its 95 % interval (Student's t).
+With --together they do so at the same time: both see the same steps of the server, and a noisy machine cancels out.
 """
 
 import argparse
@@ -27,12 +28,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import numpy as np
 from scipy.special import stdtrit
 
+from k25lib.client import Client
 from k25lib.load import priority
 from k25lib.load.connection import READ_BYTES, SO_TIMESTAMPNS, STAMP_SPACE
 from k25lib.load.prompts import Prompts, Target
@@ -177,12 +180,8 @@ def floor_us(url, concurrency, rounds):
 
 
 def beside_vllm(args, concurrency):
-    """Print what k25 and `vllm bench serve` say of one server in turns, and the paired difference of the two."""
-    pairs = []
-    for number in range(args.repeats):
-        turns = [vllm_figures, sweep_figures]
-        found = {turn: turn(args, concurrency) for turn in (turns if number % 2 else turns[::-1])}
-        pairs.append((found[sweep_figures], found[vllm_figures]))
+    """Print what k25 and `vllm bench serve` say of one server, and the difference of the two, paired by round."""
+    pairs = [(together if args.together else in_turn)(args, concurrency, number) for number in range(args.repeats)]
     for index, name in enumerate(("TPOT mean", "TPOT p99", "TTFT p50")):
         k25, bench = (np.array([pair[side][index] for pair in pairs]) for side in (0, 1))
         difference = (k25 / bench - 1) * 100
@@ -195,22 +194,67 @@ def beside_vllm(args, concurrency):
         )
 
 
-def vllm_figures(args, concurrency):
-    """(tpot mean, tpot p99, ttft p50) in ms of one `vllm bench serve`."""
-    with tempfile.TemporaryDirectory() as folder:
-        command, read = vllm(args, args.server, concurrency, concurrency * args.rounds, folder)
-        subprocess.run(command, capture_output=True, check=True, timeout=300)
-        return read()
+def figures(rows):
+    """(tpot mean, tpot p99, ttft p50) in ms of rows (ttft_ms, tpot_ms)."""
+    ttft, tpot = np.array(rows).T
+    return tpot.mean(), np.quantile(tpot, 0.99), np.median(ttft)
 
 
-def sweep_figures(args, concurrency):
-    """(tpot mean, tpot p99, ttft p50) in ms of one sweep by k25, its first requests not set apart."""
-    found = sweep(
-        args.server, args.model, [concurrency], INPUT_TOKENS, OUTPUT_TOKENS, args.rounds, warmup=False, selftest=False
-    )
+def k25_requests(args, concurrency):
+    """(start_ns, end_ns, ttft_ms, tpot_ms) of the requests of one sweep by k25, its first ones too."""
+    lengths = INPUT_TOKENS, OUTPUT_TOKENS, args.rounds
+    found = sweep(args.server, args.model, [concurrency], *lengths, warmup=False, selftest=False)
     found.check()
-    level = found.result["levels"][0]
-    return level["tpot_ms"]["mean"], level["tpot_ms"]["p99"], level["ttft_ms"]["p50"]
+    every = [request for request in found.runs[-1][1] if request.ok]
+    return [(each.send_ns, each.end_ns, each.row["ttft_ms"], each.row["tpot_ms"]) for each in every]
+
+
+@contextmanager
+def vllm_requests(args, concurrency, rounds):
+    """Starts `vllm bench serve`; yields it, and a function that waits for it and gives the same of its requests."""
+    with tempfile.TemporaryDirectory() as folder:
+        command, _ = vllm(args, args.server, concurrency, concurrency * rounds, folder)
+        process = subprocess.Popen([*command, "--save-detailed"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+        def wait():
+            if process.wait(300):
+                sys.exit(f"failed: {' '.join(command)}")
+            found = json.loads((Path(folder) / "out.json").read_text())
+            rows = []
+            for start_s, ttft_s, itls_s in zip(found["start_times"], found["ttfts"], found["itls"], strict=True):
+                start_ns, end_ns = start_s * 1e9, (start_s + ttft_s + sum(itls_s)) * 1e9  # its clock is monotonic too
+                rows.append((start_ns, end_ns, ttft_s * 1e3, sum(itls_s) * 1e3 / (OUTPUT_TOKENS - 1)))
+            return rows
+
+        try:
+            yield process, wait
+        finally:
+            process.kill()
+            process.wait()
+
+
+def in_turn(args, concurrency, number):
+    """Figures of k25 and of vllm, one after the other; who is first changes from round to round."""
+    found = {}
+    for name in ("k25", "vllm") if number % 2 else ("vllm", "k25"):
+        if name == "k25":
+            found[name] = k25_requests(args, concurrency)
+        else:
+            with vllm_requests(args, concurrency, args.rounds) as (_, wait):
+                found[name] = wait()
+    return [figures([row[2:] for row in found[name]]) for name in ("k25", "vllm")]
+
+
+def together(args, concurrency, number):
+    """Figures of k25 and of vllm at the same time, each at this concurrency: of the requests while both were at it."""
+    client = Client(args.server)
+    with vllm_requests(args, concurrency, 3 * args.rounds) as (process, wait):
+        while process.poll() is None and not client.metrics()["vllm:num_requests_running"][0][1]:
+            time.sleep(0.3)
+        both = [k25_requests(args, concurrency), wait()]
+    start_ns = max(min(row[0] for row in rows) for rows in both)
+    end_ns = min(max(row[1] for row in rows) for rows in both)
+    return [figures([row[2:] for row in rows if start_ns <= row[0] and row[1] <= end_ns]) for rows in both]
 
 
 def line(cells):
@@ -226,6 +270,7 @@ def main():
     parser.add_argument("--repeats", type=int, default=3, help="runs of k25 and the floor (or vllm) in turns")
     parser.add_argument("--tokenizer", help="folder of a tokenizer; the other tools need one")
     parser.add_argument("--server", metavar="URL", help="compare k25 with vllm bench serve on this server")
+    parser.add_argument("--together", action="store_true", help="both at the same time in place of in turns")
     parser.add_argument("--model", default="truth", help="the model that the server serves")
     for name in ("vllm", "guidellm", "aiperf"):
         parser.add_argument(f"--{name}", metavar="BIN", help=f"the command {name}")
