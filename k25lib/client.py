@@ -36,18 +36,19 @@ PROFILER_FLAG = (
 
 
 def normalise_url(url):
-    """The server's base URL: scheme added, trailing `/` and `/v1` removed. Raises UsageError if it can't be one."""
+    """The server's base URL: scheme added, trailing `/`, `/v1` and endpoint removed. Raises UsageError for no URL."""
     url = url.strip()
     if "://" not in url:
         url = f"http://{url}"
     try:
         parts = urlsplit(url)
         valid = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
+        valid = valid and not parts.query and not parts.fragment
     except ValueError:  # a port that is no number, brackets that don't close
         valid = False
     if not valid:
         raise UsageError(f"{url!r} is no server URL: give something like http://127.0.0.1:8000")
-    return re.sub(r"(/v1)?/*$", "", url)
+    return re.sub(r"/*(/v1(/(chat/)?completions|/models)?)?/*$", "", url)
 
 
 class Client:
@@ -58,6 +59,7 @@ class Client:
         self.timeout_s = timeout_s
         self.session = requests.Session()
         self.session.trust_env = urlsplit(self.url).hostname not in ("127.0.0.1", "localhost", "::1")  # no proxy to us
+        self.session.verify = os.environ.get("SSL_CERT_FILE") or True
         key = api_key or os.environ.get("K25_API_KEY")
         if key:
             self.session.headers["Authorization"] = f"Bearer {key}"
@@ -73,7 +75,7 @@ class Client:
                 "is the server stuck or busy?"
             ) from None
         except requests.exceptions.SSLError as error:
-            raise ServerDown(f"{self.shown_url}: TLS failed: {_short(error)}") from None
+            raise ServerDown(f"{self.shown_url}: {tls_reason(error)}") from None
         except requests.exceptions.RequestException as error:
             raise ServerDown(
                 f"no server answers at {self.shown_url} ({_cause(error)}): start it, or give another URL"
@@ -211,6 +213,17 @@ class Client:
             raise ProfilerRunning(f"{self.shown_url}: the profiler runs already; POST /stop_profile ends it")
         if not answer.ok:
             raise K25Error(f"{self.shown_url}: POST {path} failed ({answer.status_code}): {_short(answer.text)}")
+
+
+def tls_reason(error):
+    """Why a TLS connection failed, and what to do about it, in one line."""
+    found = re.search(r"certificate verify failed: ([^(]*)", str(error))
+    if found is None:
+        return f"TLS failed ({_short(error)}): does the server speak https?"
+    return (
+        f"its certificate is not accepted ({found[1].strip(' .')}): set SSL_CERT_FILE to a file that holds it, "
+        "and use the name that it was made for"
+    )
 
 
 def _cause(error):

@@ -39,6 +39,8 @@ def _numbers(text, kind, name):
 
 def run_load(args):
     """Run the sweep; exit 1 if it stopped early (what was measured is still printed), 130 after Ctrl-C."""
+    from k25lib.load.levels import HEADER, line
+    from k25lib.load.plateau import sentence
     from k25lib.load.sweep import sweep
 
     found = sweep(
@@ -64,25 +66,9 @@ def run_load(args):
     if args.json:
         print_json(found.result)
     else:
-        print(table(found.result))
+        print(HEADER, *map(line, found.result["levels"]), sentence(found.result["plateau"]), sep="\n")
     if found.interrupted:
         print(f"k25: {found.error}", file=sys.stderr)
         return 130
     found.check()
     return 0
-
-
-def table(result):
-    """The levels and the plateau as text."""
-    from k25lib.load.plateau import sentence
-
-    lines = ["C or rate    tok/s  TPOT ms      p99 TTFT p50 in flight failed  remarks"]
-    for each in result["levels"]:
-        tpot, ttft = each["tpot_ms"] or {}, each["ttft_ms"] or {}
-        name = each["concurrency"] or f"{each['rate']:g}/s"
-        figures = [each["output_tok_s"], tpot.get("mean"), tpot.get("p99"), ttft.get("p50"), each["in_flight_mean"]]
-        shown = ["-" if value is None else f"{value:.2f}" for value in figures]
-        marks = ["void: prefix hits"] * each["void"] + [f"client: {each['client']['why']}"] * each["client"]["limited"]
-        cells = f"{name:>9} {shown[0]:>8} {shown[1]:>8} {shown[2]:>8} {shown[3]:>8} {shown[4]:>9} {each['failed']:>6}"
-        lines.append(f"{cells}  {'; '.join(marks)}".rstrip())
-    return "\n".join([*lines, sentence(result["plateau"])])

@@ -1,5 +1,6 @@
 """One keep-alive connection of the load worker: TCP or TLS, kernel receive stamps, the framing of a response."""
 
+import contextlib
 import socket
 import ssl
 import struct
@@ -15,6 +16,17 @@ now = time.monotonic_ns
 _timespec = struct.Struct("qq").unpack
 
 
+def stamp_ns(piece, offset_ns):
+    """When a piece (kernel stamp as bytes or None, read_ns, data) came, in ns of the monotonic clock.
+
+    The stamp is that of the last segment read: it is exact while the client reads faster than tokens come.
+    """
+    if piece[0] is None:
+        return piece[1]
+    seconds, nanoseconds = _timespec(piece[0])
+    return seconds * 1_000_000_000 + nanoseconds - offset_ns
+
+
 def clock_offset_ns():
     """Realtime minus monotonic clock, in ns: the tightest of 200 readings."""
     readings = ((now(), time.time_ns(), now()) for _ in range(200))
@@ -22,11 +34,11 @@ def clock_offset_ns():
 
 
 class Framing:
-    """Whether an HTTP response is complete. It is fed only when it may be: a chunked body ends in an empty line."""
+    """Whether an HTTP response is complete. `lazy`: it need be fed only data that ends in an empty line (chunked)."""
 
     def __init__(self):
         self.parser = httptools.HttpResponseParser(self)
-        self.chunked = self.sized = self.lazy = self.complete = self.started = self.body = False
+        self.chunked = self.sized = self.lazy = self.complete = self.started = False
         self.fed = 0  # pieces
 
     def on_header(self, name, value):
@@ -36,9 +48,6 @@ class Framing:
 
     def on_headers_complete(self):
         self.started, self.lazy = True, self.chunked
-
-    def on_body(self, data):
-        self.body = True
 
     def ends_at_close(self):
         return self.started and not self.chunked and not self.sized
@@ -59,23 +68,10 @@ class Framing:
 class Connection:
     """A connection and the exchange that is on it. `sock` is None while it is closed."""
 
-    __slots__ = (
-        "slot",
-        "sock",
-        "fd",
-        "tls",
-        "incoming",
-        "outgoing",
-        "pending",
-        "exchange",
-        "framing",
-        "used",
-        "free_ns",
-    )
-
     def __init__(self, slot):
         self.slot = slot
-        self.sock = self.tls = self.exchange = self.free_ns = None
+        self.sock = self.tls = self.exchange = self.framing = self.free_ns = None
+        self.closed = False
 
     def open(self, plan, context):
         """Connect, blocking: it is done before the load, or after the server closed. Raises OSError."""
@@ -93,7 +89,8 @@ class Connection:
             sock.close()
             raise
         sock.setblocking(False)
-        self.sock, self.fd, self.used, self.pending = sock, sock.fileno(), 0, b""
+        self.sock, self.fd, self.recvmsg = sock, sock.fileno(), sock.recvmsg
+        self.used, self.pending, self.closed = 0, b"", False
 
     def handshake(self, sock, context, host):
         """Begin a TLS session through memory, so that every read of the socket keeps its stamp."""
@@ -111,27 +108,38 @@ class Connection:
             else:
                 return sock.sendall(self.outgoing.read())
 
-    def encrypt(self, data):
-        """What goes on the wire for `data`."""
-        if self.tls is None:
-            return data
-        self.tls.write(data)
-        return self.outgoing.read()
+    def start(self, index, due_ns, retried):
+        """A new exchange on this connection; see `worker.Worker`."""
+        exchange = {"index": index, "slot": self.slot, "free_ns": self.free_ns, "due_ns": due_ns, "send_ns": now()}
+        exchange |= dict.fromkeys(("sent_ns", "end_ns", "end", "detail")) | {"retried": retried, "pieces": []}
+        self.exchange, self.pieces, self.framing = exchange, exchange["pieces"], Framing()
+        return exchange
 
-    def receive(self, offset_ns):
-        """(stamp_ns, read_ns, data, closed) of one read; stamp_ns is None without a kernel stamp. Raises OSError.
+    def write(self, data):
+        """Take `data` as what is to be sent next."""
+        if self.tls is not None:
+            self.tls.write(data)
+            data = self.outgoing.read()
+        self.pending = data
+        self.used += 1
 
-        The stamp is that of the last segment read: it is exact while the client reads faster than tokens come.
-        """
-        data, ancillary, _, _ = self.sock.recvmsg(READ_BYTES, STAMP_SPACE)
+    def flush(self):
+        """Send what the socket takes; whether something is left. Raises OSError."""
+        with contextlib.suppress(BlockingIOError):
+            self.pending = self.pending[self.sock.send(self.pending) :]
+        if not self.pending:
+            self.exchange["sent_ns"] = now()
+        return bool(self.pending)
+
+    def read(self):
+        """One read as a piece (kernel stamp as bytes or None, read_ns, data); sets `closed`. Raises OSError."""
+        data, ancillary, _, _ = self.recvmsg(READ_BYTES, STAMP_SPACE)
         read_ns = now()
-        stamp_ns = None
-        if ancillary and ancillary[0][1] == SO_TIMESTAMPNS:
-            seconds, nanoseconds = _timespec(ancillary[0][2])
-            stamp_ns = seconds * 1_000_000_000 + nanoseconds - offset_ns
-        if self.tls is None or not data:
-            return stamp_ns, read_ns, data, not data
-        return stamp_ns, read_ns, *self._decrypt(data)
+        if not data:
+            self.closed = True
+        elif self.tls is not None:
+            data = self._decrypt(data)
+        return ancillary[0][2] if ancillary else None, read_ns, data
 
     def _decrypt(self, data):
         self.incoming.write(data)
@@ -140,7 +148,8 @@ class Connection:
             while part := self.tls.read(READ_BYTES):
                 parts.append(part)
         except ssl.SSLWantReadError:
-            return b"".join(parts), False
+            return b"".join(parts)
         except ssl.SSLZeroReturnError:
             pass
-        return b"".join(parts), True
+        self.closed = True
+        return b"".join(parts)

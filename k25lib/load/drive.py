@@ -10,6 +10,7 @@ import sys
 import threading
 from pathlib import Path
 
+from k25lib.client import tls_reason
 from k25lib.errors import K25Error, UsageError
 
 SPARE_DESCRIPTORS = 64
@@ -104,6 +105,7 @@ class Driver:
                 if kind == "result":
                     return value
                 if kind == "error":
+                    value = tls_reason(value) if "SSL" in value or "TLS" in value else value
                     raise K25Error(f"cannot load {self.target.shown}: {value}")
         finally:
             process.kill()

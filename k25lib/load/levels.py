@@ -11,6 +11,7 @@ from k25lib.load.metrics import latencies, rounded, run_figures
 VOID_HIT_RATE = 0.01
 MAX_CPU_SHARE = 0.8
 MIN_IN_FLIGHT = 0.98
+HEADER = "C or rate     tok/s   TPOT ms       p99  TTFT p50 in flight failed  remarks"
 
 
 def level(runs, concurrency, rate, slo, gpus, honest_concurrency):
@@ -27,9 +28,9 @@ def level(runs, concurrency, rate, slo, gpus, honest_concurrency):
     found |= {"unfinished": sum(request.unfinished for request in measured)}
     found |= {"not_sent": sum(result["not_sent"] for _, result, _ in runs)}
     for name in ("steady_s", "ramp_s", "drain_s"):
-        found[name] = _total(figures, name)
+        found[name] = _pool(sum, figures, name)
     for name in ("output_tok_s", "output_tok_s_overall", "request_s", "in_flight_mean", "goodput"):
-        found[name] = _mean(figures, name)
+        found[name] = _pool(np.mean, figures, name)
     found["wave_tok_s"] = [rounded(rate) for each in figures for rate in each["wave_tok_s"]]
     found["output_tok_s_low"], found["output_tok_s_high"] = interval(found["output_tok_s"], found["wave_tok_s"])
     found |= latencies(measured)
@@ -46,7 +47,34 @@ def level(runs, concurrency, rate, slo, gpus, honest_concurrency):
     found["void"] = (found["prefix_hit_rate"] or 0) > VOID_HIT_RATE
     found["crosscheck"] = crosscheck(_as_the_server_counts(every), found["server"])
     found["client"] = client_state(figures, found, concurrency, rate, honest_concurrency)
-    return found
+    return found | {"remarks": remarks(found)}
+
+
+def remarks(found):
+    """What a reader must know of a level before its figures are used, as one line; None if there is nothing."""
+    said = []
+    if found["errors"]:
+        said.append(", ".join(f"{kind}: {number}" for kind, number in found["errors"].items()))
+        said[0] += f" (the first: {found['first_error']})"
+    if found["void"]:
+        said.append(f"void: {found['prefix_hit_rate']:.1%} prefix hits")
+    if found["client"]["limited"]:
+        said.append(f"client: {found['client']['why']}")
+    said += [
+        f"the server counts otherwise: {name} {each['difference_percent']:+.1f} %"
+        for name, each in found["crosscheck"].items()
+        if each["agrees"] is False
+    ]
+    return "; ".join(said) or None
+
+
+def line(each):
+    """A level under HEADER."""
+    tpot, ttft = each["tpot_ms"] or {}, each["ttft_ms"] or {}
+    name = each["concurrency"] or f"{each['rate']:g}/s"
+    figures = [each["output_tok_s"], tpot.get("mean"), tpot.get("p99"), ttft.get("p50"), each["in_flight_mean"]]
+    cells = [f"{'-' if value is None else format(value, '.2f'):>9}" for value in figures]
+    return f"{name:>9} {' '.join(cells)} {each['failed']:>6}  {each['remarks'] or ''}".rstrip()
 
 
 def interval(output_tok_s, wave_tok_s):
@@ -58,18 +86,9 @@ def interval(output_tok_s, wave_tok_s):
     return rounded(output_tok_s * np.exp(-margin)), rounded(output_tok_s * np.exp(margin))
 
 
-def _total(figures, name):
+def _pool(how, figures, name):
     values = [each[name] for each in figures if each[name] is not None]
-    return rounded(sum(values)) if values else None
-
-
-def _mean(figures, name):
-    values = [each[name] for each in figures if each[name] is not None]
-    return rounded(float(np.mean(values))) if values else None
-
-
-def _worst(figures, name):
-    return rounded(max((each[name] for each in figures if each[name] is not None), default=None))
+    return rounded(float(how(values))) if values else None
 
 
 def _as_the_server_counts(requests):
@@ -82,10 +101,10 @@ def _as_the_server_counts(requests):
 def client_state(figures, found, concurrency, rate, honest_concurrency):
     """What the client knows of itself, and whether (and why) it was the limit of the level."""
     state = {
-        "cpu_us_per_token": _mean(figures, "cpu_us_per_token"),
-        "cpu_share": _worst(figures, "cpu_share"),
-        "lag_ms_p99": _worst(figures, "lag_ms_p99"),
-        "late_ms_p99": _worst(figures, "late_ms_p99"),
+        "cpu_us_per_token": _pool(np.mean, figures, "cpu_us_per_token"),
+        "cpu_share": _pool(max, figures, "cpu_share"),
+        "lag_ms_p99": _pool(max, figures, "lag_ms_p99"),
+        "late_ms_p99": _pool(max, figures, "late_ms_p99"),
         "stamps": "kernel" if all(each["stamps"] == "kernel" for each in figures) else "user",
         "priority": figures[0]["priority"] if figures else None,
     }

@@ -7,6 +7,7 @@ intervals of g / k; E2E is to the last token.
 
 import numpy as np
 
+from k25lib.errors import UsageError
 from k25lib.load.stream import Outcome
 
 LATENCIES = ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")
@@ -159,6 +160,20 @@ def wave_rates(requests, concurrency, in_flight):
             tokens = sum(request.row["output_tokens"] for request in wave)
             rates.append(in_flight * tokens / sum(spans_s))
     return rates
+
+
+def parse_slo(slo):
+    """{"ttft": ms, ...} from "ttft=500,tpot=30", a dict of the same, or None."""
+    if not slo:
+        return {}
+    try:
+        pairs = slo.items() if isinstance(slo, dict) else [part.split("=") for part in slo.split(",")]
+        limits = {name.strip(): float(limit) for name, limit in pairs}
+    except (ValueError, AttributeError):
+        limits = {"": 0}
+    if not set(limits) <= {"ttft", "tpot", "e2e"} or not all(limit > 0 for limit in limits.values()):
+        raise UsageError(f'an SLO is limits in ms such as "ttft=500,tpot=30" (ttft, tpot, e2e), not {slo!r}')
+    return limits
 
 
 def meets(row, slo):

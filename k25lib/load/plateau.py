@@ -6,34 +6,25 @@ import numpy as np
 from scipy.special import stdtrit
 
 REAL_GAIN = 0.05  # a doubling that brings less is no gain
-RESAMPLES = 2000
+DOUBLING = 1.6  # times the concurrency, at least: what counts as a doubling
 
 
 def gain(low, high):
     """(estimate, low, high): the relative gain in throughput for one doubling from level `low` to level `high`.
 
-    95 % bootstrap interval over the waves of both levels, widened for their small number (Student's t; a bootstrap of
-    four samples is too narrow). The interval is None where a level has a single wave.
+    95 % interval over the waves of both levels (difference of the means of their logarithms, Welch 1947). The interval
+    is None where a level has a single wave.
     """
     doublings = math.log2(high["concurrency"] / low["concurrency"])
-    waves = [np.log(level["wave_tok_s"]) for level in (low, high)]
     estimate = math.log(high["output_tok_s"] / low["output_tok_s"])
+    waves = [np.log(level["wave_tok_s"]) for level in (low, high)]
     if min(len(wave) for wave in waves) < 2:
         return math.expm1(estimate / doublings), None, None
-    source, spread = np.random.default_rng(0), np.zeros(RESAMPLES)
-    for wave, sign in zip(waves, (-1, 1), strict=True):
-        means = source.choice(wave, (RESAMPLES, len(wave))).mean(axis=1)
-        spread += sign * (means - wave.mean()) * math.sqrt(len(wave) / (len(wave) - 1))
-    spread *= stdtrit(_degrees(*waves), 0.975) / 1.96
-    ends = estimate + np.quantile(spread, (0.025, 0.975))
-    return tuple(math.expm1(value / doublings) for value in (estimate, *ends))
-
-
-def _degrees(*samples):
-    """Degrees of freedom of a difference of means (Welch 1947)."""
-    parts = [(sample.var(ddof=1) / len(sample), len(sample) - 1) for sample in samples]
+    parts = [(wave.var(ddof=1) / len(wave), len(wave) - 1) for wave in waves]
+    error = math.sqrt(sum(part for part, _ in parts))
     below = sum(part**2 / degrees for part, degrees in parts)
-    return sum(part for part, _ in parts) ** 2 / below if below else sum(degrees for _, degrees in parts)
+    margin = stdtrit(error**4 / below, 0.975) * error if below else 0.0
+    return tuple(math.expm1(value / doublings) for value in (estimate, estimate - margin, estimate + margin))
 
 
 def judge(gain_low, gain_high):
@@ -50,54 +41,75 @@ def usable(level):
     return bool(level["concurrency"] and level["output_tok_s"] and not level["void"] and not level["client"]["limited"])
 
 
-def doublings(levels):
-    """Each usable level with the next that has at least twice its concurrency (0.8 of that where none has)."""
-    levels = sorted((level for level in levels if usable(level)), key=lambda level: level["concurrency"])
-    pairs = []
-    for index, level in enumerate(levels):
-        above = [other for other in levels[index + 1 :] if other["concurrency"] >= 1.6 * level["concurrency"]]
-        if above:
-            pairs.append((level, above[0], *gain(level, above[0])))
-    return levels, pairs
+def above(levels, index):
+    """The levels with at least a doubling of the concurrency of `levels[index]`."""
+    return [other for other in levels[index + 1 :] if other["concurrency"] >= DOUBLING * levels[index]["concurrency"]]
+
+
+def is_flat(levels, index):
+    """Whether nothing above this level brings a gain: the interval up to the highest says so, no level denies it.
+
+    Over several doublings the interval is narrower than over one: the noise of the ends counts once.
+    """
+    higher = above(levels, index)
+    gains = [gain(levels[index], other) for other in higher]
+    return bool(gains) and judge(*gains[-1][1:]) == "no gain" and all(each[0] < REAL_GAIN for each in gains)
 
 
 def plateau(levels):
     """The verdict over the levels of a sweep, as the dict `plateau` of k25.load/1."""
-    used, pairs = doublings(levels)
+    used = sorted((level for level in levels if usable(level)), key=lambda level: level["concurrency"])
+    steps = [(used[index], above(used, index)[0]) for index in range(len(used)) if above(used, index)]
     found = {"verdict": "cannot tell", "concurrency": None, "output_tok_s": None, "cause": None, "why": None}
-    found["doublings"] = [
-        {"from": low["concurrency"], "to": high["concurrency"], "gain": value, "low": lower, "high": upper}
-        | {"says": judge(lower, upper)}
-        for low, high, value, lower, upper in pairs
-    ]
+    found["doublings"] = []
+    for low, high in steps:
+        value, lower, upper = gain(low, high)
+        step = {"from": low["concurrency"], "to": high["concurrency"], "gain": value, "low": lower, "high": upper}
+        found["doublings"].append(step | {"says": judge(lower, upper)})
     found["latency_knee"] = knee(used)
-    left_out = len(levels) - len(used)
-    if not pairs:
+    if not steps:
+        left_out = sum(bool(level["concurrency"]) for level in levels) - len(used)
         found["why"] = "no two usable levels with a doubling between them" + (
-            f" ({left_out} left out)" * bool(left_out)
+            f" ({left_out} left out)" if left_out else ""
         )
+        if levels and not any(level["concurrency"] for level in levels):
+            found["why"] = "rates (an open loop) have no plateau: give concurrencies"
         return found
-    says = [step["says"] for step in found["doublings"]]
-    last_gain = max((index for index, word in enumerate(says) if word != "no gain"), default=-1)
-    if last_gain == len(says) - 1:
-        low, high, value, lower, upper = pairs[-1]
-        interval = "no interval: one wave of requests" if lower is None else f"95 %: {lower:+.1%} to {upper:+.1%}"
-        found["why"] = f"from C={low['concurrency']} to {high['concurrency']}: {value:+.1%} a doubling ({interval})"
-        if says[-1] == "gain":
-            found |= {
-                "verdict": "still rising",
-                "concurrency": high["concurrency"],
-                "output_tok_s": high["output_tok_s"],
-            }
+    start = next((index for index in range(len(used)) if is_flat(used, index)), None)
+    at = None
+    if start is not None:
+        at, top = used[start], used[-1]
+        found |= {"verdict": "plateau", "why": _shown(at, top), "cause": cause(at, above(used, start)[0])}
+    else:
+        found["why"] = _shown(*steps[-1])
+        if found["doublings"][-1]["says"] == "gain":
+            found["verdict"], at = "still rising", steps[-1][1]
+        else:
+            found["why"] += f"; {remedy(*steps[-1])}"
         limited = [level["concurrency"] for level in levels if level["client"]["limited"]]
         if limited and min(limited) > used[-1]["concurrency"]:
             found["cause"] = f"the client: it was the limit at C={', '.join(map(str, limited))}"
-        return found
-    low, high, value, lower, upper = pairs[last_gain + 1]
-    found |= {"verdict": "plateau", "concurrency": low["concurrency"], "output_tok_s": low["output_tok_s"]}
-    found["why"] = f"a doubling from C={low['concurrency']} brings {value:+.1%} (95 %: {lower:+.1%} to {upper:+.1%})"
-    found["cause"] = cause(low, high)
+    if at:
+        found |= {"concurrency": at["concurrency"], "output_tok_s": at["output_tok_s"]}
     return found
+
+
+def _shown(low, high):
+    value, lower, upper = gain(low, high)
+    interval = "no interval: one wave of requests" if lower is None else f"95 %: {lower:+.1%} to {upper:+.1%}"
+    return f"from C={low['concurrency']} to {high['concurrency']}: {value:+.1%} a doubling ({interval})"
+
+
+def remedy(low, high):
+    """How many waves (requests per slot x repeats) would settle whether the step is a gain, from its interval."""
+    waves = min(len(level["wave_tok_s"]) for level in (low, high))
+    value, lower, upper = gain(low, high)
+    if lower is None:
+        return "at least 2 requests per slot are needed, 4 are better"
+    margin, distance = (upper - lower) / 2, abs(value - REAL_GAIN)
+    needed = math.ceil(waves * (margin / distance) ** 2) + 1 if distance * 10 > margin else None
+    settle = f"about {needed}" if needed else f"more than {100 * waves}"
+    return f"{settle} waves a level (requests per slot x repeats; now {waves}) would settle it, or a higher C"
 
 
 def sentence(found):

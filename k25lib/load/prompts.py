@@ -85,3 +85,11 @@ class Prompts:
         words = max(1, self.words + missing)
         done, self.words = words == self.words, words
         return done
+
+
+def poisson(rate, seconds, seed):
+    """Arrival times in ns of a Poisson process of `rate` requests a second, for `seconds`; at least one."""
+    source, at_s, due_ns = random.Random(seed), 0.0, []
+    while (at_s := at_s + source.expovariate(rate)) < seconds or not due_ns:
+        due_ns.append(int(at_s * 1e9))
+    return due_ns

@@ -23,7 +23,7 @@ MEAN_PERCENT, P99_PERCENT, IN_FLIGHT = 0.2, 1.0, 0.98
 @contextmanager
 def truth_server(ttft_ms=TTFT_MS, itl_ms=ITL_MS):
     """A truth server in a process of its own; yields its URL."""
-    process = start("k25lib.load.truth", "--ttft-ms", str(ttft_ms), "--itl-ms", str(itl_ms))
+    process = start("k25lib.load.truth", str(ttft_ms), str(itl_ms))
     try:
         port = process.stdout.readline()
         if not port:

@@ -6,6 +6,7 @@ the event.
 
 import json
 import re
+import zlib
 
 import httptools
 import msgspec
@@ -17,23 +18,36 @@ _decode = msgspec.json.Decoder().decode
 
 
 class Response:
-    """An HTTP/1.1 response: `status` and `body`, a list of (time_ns, bytes)."""
+    """An HTTP/1.1 response: `status`, `body`, a list of (time_ns, bytes) after decompression, and where it `location`s.
+
+    Compression was not asked for; some proxies compress all the same.
+    """
 
     def __init__(self, pieces):
-        self.status, self.body, self.error = None, [], None
+        self.status, self.body, self.error, self.location, self._inflate = None, [], None, None, None
         self._parser = httptools.HttpResponseParser(self)
         for self._time_ns, _, data in pieces:
             try:
                 self._parser.feed_data(data)
+            except httptools.HttpParserCallbackError as error:
+                self.error = f"cannot decompress the response ({error.__context__})"
+                break
             except httptools.HttpParserError as error:
                 self.error = str(error)
                 break
+
+    def on_header(self, name, value):
+        name = name.lower()
+        if name == b"location":
+            self.location = value.decode("latin-1")
+        elif name == b"content-encoding" and value.lower() != b"identity":
+            self._inflate = zlib.decompressobj(zlib.MAX_WBITS | 32)  # gzip and zlib
 
     def on_headers_complete(self):
         self.status = self._parser.get_status_code()
 
     def on_body(self, data):
-        self.body.append((self._time_ns, data))
+        self.body.append((self._time_ns, self._inflate.decompress(data) if self._inflate else data))
 
     def text(self):
         """The whole body as text."""
@@ -101,6 +115,8 @@ def _json(text):
 
 
 def _http_message(response):
+    if response.location:
+        return f"redirected: give the URL of the server itself, which may be {_plain(response.location)}"
     value = _json(response.text())
     message = error_message(value)
     if message is None and isinstance(value, dict):
@@ -113,8 +129,8 @@ def _content(choice):
     delta = choice.get("delta")
     if delta is None:
         return bool(choice.get("text")), False, choice.get("token_ids")
-    text = delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning") or delta.get("tool_calls")
-    return bool(text), "role" in delta and not text, choice.get("token_ids")
+    text = any(value for name, value in delta.items() if name != "role")  # content, reasoning, tool calls, refusal ...
+    return text, "role" in delta and not text, choice.get("token_ids")
 
 
 class Outcome:

@@ -9,14 +9,15 @@ from k25lib.client import Client
 from k25lib.errors import K25Error, UsageError
 from k25lib.load.counters import Counters
 from k25lib.load.drive import Driver, check_descriptors
-from k25lib.load.levels import level
-from k25lib.load.metrics import LATENCIES, SUMMARY, Request
+from k25lib.load.levels import HEADER, level, line
+from k25lib.load.metrics import LATENCIES, SUMMARY, Request, parse_slo
 from k25lib.load.plateau import plateau
-from k25lib.load.prompts import Prompts, Target
+from k25lib.load.prompts import Prompts, Target, poisson
 from k25lib.load.selftest import selftest as test_the_client
 
-METHOD_VERSION = 1  # goes up when a number would change
+METHOD_VERSION = 2  # goes up when a number would change
 OPEN_LOOP_SECONDS = 30.0
+MOST_REQUESTS = 200_000  # of a level: all are built before it starts
 
 
 class Sweep:
@@ -54,20 +55,6 @@ def _flat(value, prefix=""):
         elif not isinstance(each, list):
             row[prefix + key] = each
     return row
-
-
-def parse_slo(slo):
-    """{"ttft": ms, ...} from "ttft=500,tpot=30", a dict of the same, or None."""
-    if not slo:
-        return {}
-    try:
-        pairs = slo.items() if isinstance(slo, dict) else [part.split("=") for part in slo.split(",")]
-        limits = {name.strip(): float(limit) for name, limit in pairs}
-    except (ValueError, AttributeError):
-        limits = {"": 0}
-    if not set(limits) <= {"ttft", "tpot", "e2e"} or not all(limit > 0 for limit in limits.values()):
-        raise UsageError(f'an SLO is limits in ms such as "ttft=500,tpot=30" (ttft, tpot, e2e), not {slo!r}')
-    return limits
 
 
 def _whole(name, values, least=1):
@@ -126,8 +113,7 @@ class _Sweeper:
         self.counters = Counters(target.base, settings["api_key"])
         self.prompts = Prompts(settings["seed"], settings["input_tokens"], target.api)
         self.last_said_s, self.levels_left = 0.0, 0
-        self.probes = []
-        self.honest_concurrency = None
+        self.probes, self.honest_concurrency = [], None
 
     def one(self, name):
         """One request by itself, its first attempt at a new length; the Request."""
@@ -155,8 +141,7 @@ class _Sweeper:
         note = "random token ids"
         if self.prompts.shape == "text":
             note = f"{self.prompts.words} random words, a number found by asking the server for usage.prompt_tokens"
-        found = {"shape": self.prompts.shape, "asked_tokens": self.prompts.input_tokens, "note": note}
-        return found | {"probe_tokens": request.row["input_tokens"]}
+        return {"shape": self.prompts.shape, "note": note, "probe_tokens": request.row["input_tokens"]}
 
     def run(self, concurrency, rate, repeat):
         """One repeat of one level: (requests, worker's result, server's figures)."""
@@ -173,19 +158,18 @@ class _Sweeper:
             self.target.request(self.prompts.make(name, index), settings["output_tokens"], f"{name}-{index}")
             for index in range(number)
         ]
-
-        began_s = time.monotonic()
+        began_s, limit = time.monotonic(), settings["max_seconds"] if rate is None else None
 
         def tick(done, in_flight):
             self.counters.tick()
             if time.monotonic() - self.last_said_s > 5 and done:
                 self.last_said_s = time.monotonic()
                 took_s = self.last_said_s - began_s
-                left_s = took_s / done * (number - done) + self.later_s(took_s * concurrency / done)
+                left_s = min(took_s / done * (number - done), (limit or math.inf) - min(took_s, limit or 0))
+                left_s += self.later_s(took_s * concurrency / done)
                 self.say(f"{name}: {done} of {number} requests done, {in_flight} in flight, about {left_s:.0f} s left")
 
         self.counters.before()
-        limit = settings["max_seconds"] if rate is None else None
         result = self.driver.hold(plan, concurrency, warmup, due_ns, limit, tick)
         self.counters.after()
         requests = _read(result, settings["output_tokens"], name, warmup)
@@ -196,14 +180,6 @@ class _Sweeper:
         if self.settings["max_seconds"]:
             return self.levels_left * self.settings["max_seconds"]
         return self.levels_left * (self.settings["requests_per_slot"] + self.settings["warmup"]) * request_s
-
-
-def poisson(rate, seconds, seed):
-    """Arrival times in ns of a Poisson process of `rate` requests a second, for `seconds`; at least one."""
-    source, at_s, due_ns = random.Random(seed), 0.0, []
-    while (at_s := at_s + source.expovariate(rate)) < seconds or not due_ns:
-        due_ns.append(int(at_s * 1e9))
-    return due_ns
 
 
 def sweep(
@@ -239,8 +215,17 @@ def sweep(
         raise UsageError(f"a rate is a positive number of requests a second, not {rate!r}")
     if not rates and not levels:
         raise UsageError("give at least one concurrency")
-    if max_seconds is not None and not max_seconds > 0:
-        raise UsageError(f"max seconds is a positive number, not {max_seconds!r}")
+    _whole("gpus", [] if gpus is None else [gpus])
+    for value in (max_seconds, chunk_timeout_s, first_timeout_s):
+        if value is not None and not 0 < value < math.inf:
+            raise UsageError(f"max seconds and time-outs are positive numbers of seconds, not {value!r}")
+    most = max((each * (max_seconds or OPEN_LOOP_SECONDS) for each in rates), default=0)
+    if not rates:
+        most = levels[-1] * (requests_per_slot + 1)
+    if most > MOST_REQUESTS:
+        raise UsageError(
+            f"{most:.0f} requests in a level are more than {MOST_REQUESTS}: give fewer requests or seconds"
+        )
     check_descriptors(max(levels, default=1))
     api_key = api_key or os.environ.get("K25_API_KEY")
     settings = {
@@ -276,7 +261,12 @@ def sweep(
         found.interrupted = True
     found.interrupted |= sweeper.driver.interrupted
     if found.interrupted:
-        found.error = f"interrupted; {len(result['levels'])} levels are kept, the last one as far as it came"
+        kept = (
+            f"the last of {len(result['levels'])} levels is kept as far as it came"
+            if result["levels"]
+            else "no level yet"
+        )
+        found.error = f"interrupted: {kept}"
     result["plateau"] = plateau(result["levels"])
     result["complete"], result["error"] = found.error is None, found.error
     return found
@@ -284,6 +274,7 @@ def sweep(
 
 def _measure(found, sweeper, wanted):
     result, settings = found.result, sweeper.settings
+    sweeper.say(HEADER)
     for index, (concurrency, rate) in enumerate(wanted):
         runs = []
         for repeat in range(settings["repeats"]):
@@ -299,21 +290,10 @@ def _measure(found, sweeper, wanted):
         if any(requests for requests, _, _ in runs):
             each = level(runs, concurrency, rate, settings["slo"], settings["gpus"], sweeper.honest_concurrency)
             result["levels"].append(each)
-            sweeper.say(_line(each))
+            sweeper.say(line(each))
         if sweeper.driver.interrupted or found.error:
             return
         if not any(request.ok for requests, _, _ in runs for request in requests):
             rows = [request.row for requests, _, _ in runs for request in requests]
             found.error = _all_failed(rows, sweeper.target)
             return
-
-
-def _line(each):
-    name = f"C={each['concurrency']}" if each["rate"] is None else f"{each['rate']:g} requests/s"
-    if not each["ttft_ms"]:
-        return f"{name}: {each['failed']} of {each['requests']} requests failed ({each['errors']})"
-    marks = "".join([", VOID: prefix hits" * each["void"], ", CLIENT-LIMITED" * each["client"]["limited"]])
-    failed = f", {each['failed']} of {each['requests']} failed" if each["failed"] else ""
-    tpot = f"{each['tpot_ms']['mean']:.2f} ms" if each["tpot_ms"] else "-"
-    rates = f"{each['output_tok_s'] or 0:.1f} tok/s, TPOT {tpot}, TTFT p50 {each['ttft_ms']['p50']:.1f} ms"
-    return f"{name}: {rates}{failed}{marks}"

@@ -1,12 +1,11 @@
 """A server whose true times are known: tokens at scheduled times, each send logged. A process of its own.
 
-`python -m k25lib.load.truth [--ttft-ms 50] [--itl-ms 12]` prints its port; GET /truth gives the log and empties it:
+`python -m k25lib.load.truth TTFT_MS ITL_MS` prints its port; GET /truth gives the log and empties it:
 request id -> when the request arrived (kernel stamp) and, for every token, the times before and after its send
 (CLOCK_MONOTONIC, ns).
 It speaks as much of the completions API as the load client needs, and ends when its stdin closes.
 """
 
-import argparse
 import gc
 import heapq
 import json
@@ -146,13 +145,10 @@ class Truth:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ttft-ms", type=float, default=50)
-    parser.add_argument("--itl-ms", type=float, default=12)
-    args = parser.parse_args()
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    Truth(int(args.ttft_ms * 1e6), int(args.itl_ms * 1e6)).run()
+    ttft_ms, itl_ms = map(float, sys.argv[1:])
+    Truth(int(ttft_ms * 1e6), int(itl_ms * 1e6)).run()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The load worker: a process of its own that keeps requests in flight and stores what came back, with its time.
 
-A pickled plan comes on stdin; frames go to stdout: ("ready", None), ("progress", ...), then ("result", ...) or
+A pickled plan comes on stdin; frames go to stdout: ("progress", ...), then ("result", ...) or
 ("error", ...). It parses nothing but the end of a response, and builds nothing while requests are in flight.
 Times are CLOCK_MONOTONIC, in ns. SIGTERM ends the load and keeps what came.
 
@@ -21,39 +21,15 @@ import time
 
 import httptools
 
-from k25lib.load.connection import Connection, Framing, clock_offset_ns
+from k25lib.load import priority
+from k25lib.load.connection import Connection, clock_offset_ns, stamp_ns
 
 READ, WRITE = 1, 4  # EPOLLIN, EPOLLOUT; the same numbers for poll
 HAS_EPOLL = hasattr(select, "epoll")
 # From so many requests in flight the loop lets events gather, for a share of a request's time and of a token's.
-GATHER_FROM, MAX_GATHER_S, REQUEST_SHARE, TOKEN_SHARE = 16, 0.002, 0.00125, 0.2
+GATHER_FROM, MAX_GATHER_S, REQUEST_SHARE, TOKEN_SHARE = 32, 0.002, 0.002, 0.2
+STEPPED_NS = 1_000_000  # a realtime clock that moved by more was set meanwhile: its stamps are worth nothing
 now = time.monotonic_ns
-
-
-def raise_priority():
-    """Run before others while the load lasts, as far as this user may: "realtime", "raised" or "normal".
-
-    The client needs little time, but at once: beside a server that keeps every core busy it would else wait for a
-    whole time slice, tokens would meet in the socket (only the last one's stamp survives), and slots stay empty.
-    """
-    for name, call in (
-        ("realtime", lambda: os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))),
-        ("raised", lambda: os.setpriority(os.PRIO_PROCESS, 0, -10)),
-    ):
-        try:
-            call()
-        except (OSError, AttributeError):  # not allowed, or not Linux
-            continue
-        return name
-    return "normal"
-
-
-def lower_priority(priority):
-    """Back to normal, for what comes after the load."""
-    if priority == "realtime":
-        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
-    elif priority == "raised":
-        os.setpriority(os.PRIO_PROCESS, 0, 0)
 
 
 class Worker:
@@ -89,13 +65,11 @@ class Worker:
             del self.open[connection.fd]
             connection.sock.close()
             connection.sock = connection.tls = None
+        return False
 
     def begin(self, connection, index, due_ns=None, retried=False):
-        """Send request `index` on the connection, opening it again where the server closed it."""
-        exchange = {"index": index, "slot": connection.slot, "free_ns": connection.free_ns, "due_ns": due_ns}
-        exchange |= {"send_ns": now(), "sent_ns": None, "end_ns": None, "end": None, "detail": None}
-        exchange |= {"retried": retried, "pieces": []}
-        connection.exchange, connection.framing = exchange, Framing()
+        """Send request `index`, opening the connection again where the server closed it; True if that failed."""
+        exchange = connection.start(index, due_ns, retried)
         if connection.sock is None:
             try:
                 if self.gone:
@@ -105,8 +79,7 @@ class Worker:
                 if isinstance(error, TimeoutError):
                     self.gone = error  # each further try would block the loop as long
                 return self.finish(connection, "connect", error)
-        connection.pending = connection.encrypt(self.requests[index])
-        connection.used += 1
+        connection.write(self.requests[index])
         self.busy[connection.fd] = connection
         exchange["send_ns"] = now()
         if self.deadline is None and self.plan["max_ns"] and index >= self.plan["warmup"]:
@@ -114,57 +87,48 @@ class Worker:
         return self.flush(connection, writing=False)
 
     def flush(self, connection, writing):
-        """Send what is pending; ask for a writable event only while the socket is full."""
+        """Send what is pending, and ask for a writable event while the socket is full; True if the exchange is over."""
         try:
-            sent = connection.sock.send(connection.pending)
-        except BlockingIOError:
-            sent = 0
+            left = connection.flush()
         except OSError as error:
             return self.broken(connection, error)
-        connection.pending = connection.pending[sent:]
-        if not connection.pending:
-            connection.exchange["sent_ns"] = now()
-        if writing != bool(connection.pending):
-            self.poller.modify(connection.fd, READ | WRITE if connection.pending else READ)
-        return None
+        if writing != left:
+            self.poller.modify(connection.fd, READ | WRITE if left else READ)
+        return False
 
     def receive(self, connection):
-        """Store what one read brings; the response is looked at only when it may be complete."""
+        """Store what one read brings, and look at the response only when it may be complete; True if it is over.
+
+        This runs once a token: a kernel stamp is stored as it came, and read after the load.
+        """
         try:
-            stamp_ns, read_ns, data, closed = connection.receive(self.offset_ns)
+            piece = connection.read()
         except BlockingIOError:
-            return None
+            return False
         except OSError as error:  # ssl.SSLError is one
             return self.broken(connection, error)
-        exchange = connection.exchange
-        if exchange is None:  # idle: a TLS session ticket, or the server closes, or sends what nobody asked for
-            return self.close(connection) if closed or data else None
+        data, framing = piece[2], connection.framing
+        if connection.exchange is None:  # idle: a TLS session ticket, or the server closes, or sends unasked
+            return self.close(connection) if connection.closed or data else False
         if data:
-            if stamp_ns is None:
-                stamp_ns = read_ns
-            else:
-                self.kernel_stamps = True
-            pieces, framing = exchange["pieces"], connection.framing
-            pieces.append((stamp_ns, read_ns, data))
+            connection.pieces.append(piece)
             if not framing.lazy or data[-4:] == b"\r\n\r\n" or len(data) < 4:
                 try:
-                    if framing.feed(pieces):
-                        return self.complete(connection)
+                    if framing.feed(connection.pieces):
+                        self.finish(connection, "complete")
+                        if not framing.parser.should_keep_alive():
+                            self.close(connection)
+                        return True
                 except httptools.HttpParserError as error:
                     return self.give_up(connection, "bad_http", error)
-        return self.broken(connection, None) if closed else None
-
-    def complete(self, connection):
-        self.finish(connection, "complete")
-        if not connection.framing.parser.should_keep_alive():
-            self.close(connection)
+        return self.broken(connection, None) if connection.closed else False
 
     def broken(self, connection, error):
         """The server closed or reset the connection. A reused one that brought nothing is tried once more."""
         exchange, reused = connection.exchange, connection.used > 1
         self.close(connection)
         if exchange is None:
-            return None
+            return False
         if reused and not exchange["pieces"] and not exchange["retried"]:
             return self.begin(connection, exchange["index"], exchange["due_ns"], retried=True)
         if error is None and connection.framing.ends_at_close():
@@ -174,58 +138,54 @@ class Worker:
     def finish(self, connection, end, detail=None):
         exchange = connection.exchange
         exchange["end"], exchange["detail"], exchange["end_ns"] = end, None if detail is None else str(detail), now()
-        connection.free_ns = exchange["pieces"][-1][0] if exchange["pieces"] else exchange["end_ns"]
-        connection.exchange = None
-        took_s, pieces = (connection.free_ns - exchange["send_ns"]) / 1e9, len(exchange["pieces"]) or 1
-        self.gather_s = max(0.0, min(MAX_GATHER_S, took_s * REQUEST_SHARE, took_s / pieces * TOKEN_SHARE))
+        pieces, connection.exchange = exchange["pieces"], None
+        connection.free_ns = exchange["end_ns"]
+        if pieces:
+            self.kernel_stamps = pieces[-1][0] is not None
+            connection.free_ns = stamp_ns(pieces[-1], self.offset_ns)
+            took_s = (connection.free_ns - exchange["send_ns"]) / 1e9
+            self.gather_s = max(0.0, min(MAX_GATHER_S, took_s * REQUEST_SHARE, took_s / len(pieces) * TOKEN_SHARE))
         self.records.append(exchange)
         if connection.sock is not None:
             self.busy.pop(connection.fd, None)
-
-    def abandon(self, end, detail):
-        """End every exchange in flight."""
-        for connection in list(self.busy.values()):
-            self.give_up(connection, end, detail)
+        return True
 
     def give_up(self, connection, end, detail):
         self.finish(connection, end, detail)
         self.close(connection)
+        return True
 
     # --- the loop
 
     def run(self):
         """Hold the load; returns the records and what the client knows of itself."""
-        plan = self.plan
-        open_loop = plan["due_ns"] is not None
-        connections = [Connection(slot) for slot in range(plan["concurrency"])]
+        connections = [Connection(slot) for slot in range(self.plan["concurrency"])]
         for connection in connections:
             self.connect(connection)
-        self.emit("ready", None)
         self.offset_ns = clock_offset_ns()
         gc.collect()
         gc.freeze()
         gc.disable()
-        priority = raise_priority()
-        cpu_s, start_ns = time.process_time(), now()
-        if open_loop:
-            self.hold_rate(connections, start_ns)
-        else:
-            self.hold_concurrency(connections)
-        end_ns, cpu_s = now(), time.process_time() - cpu_s
-        lower_priority(priority)
-        drift_ns = clock_offset_ns() - self.offset_ns
-        if abs(drift_ns) > 1_000_000:  # the realtime clock was stepped: its stamps are worth nothing
-            self.kernel_stamps = False
-            for exchange in self.records:
-                exchange["pieces"] = [(read_ns, read_ns, data) for _, read_ns, data in exchange["pieces"]]
+        with priority.raised() as raised:
+            cpu_s, start_ns = time.process_time(), now()
+            if self.plan["due_ns"] is None:
+                self.hold_concurrency(connections)
+            else:
+                self.hold_rate(connections, start_ns)
+            end_ns, cpu_s = now(), time.process_time() - cpu_s
+        self.kernel_stamps &= abs(clock_offset_ns() - self.offset_ns) < STEPPED_NS
+        for exchange in self.records:
+            exchange["pieces"] = [
+                (stamp_ns(piece, self.offset_ns) if self.kernel_stamps else piece[1], *piece[1:])
+                for piece in exchange["pieces"]
+            ]
         return {
             "records": self.records,
             "start_ns": start_ns,
             "end_ns": end_ns,
             "cpu_s": cpu_s,
             "stamps": "kernel" if self.kernel_stamps else "user",
-            "clock_drift_ns": drift_ns,
-            "priority": priority,
+            "priority": raised,
             "not_sent": len(self.queue),
         }
 
@@ -234,10 +194,7 @@ class Worker:
         return bool(self.queue) and not self.stopped and (self.deadline is None or now() < self.deadline)
 
     def hold_concurrency(self, connections):
-        for connection in connections:
-            if self.more():
-                self.begin(connection, self.queue.popleft())
-        waiting = [connection for connection in connections if connection.exchange is None]
+        waiting = connections
         while self.busy or waiting:
             for connection in waiting:
                 while connection.exchange is None and self.more():
@@ -270,22 +227,14 @@ class Worker:
         """Wait, handle what is ready; returns the connections that became free."""
         if not HAS_EPOLL:
             events = self.poller.poll(timeout_s * 1000)
-        elif precise:  # epoll rounds up to whole milliseconds
-            select.select([self.poller], [], [], timeout_s)
-            events = self.poller.poll(0)
         else:
-            events = self.poller.poll(timeout_s)
+            if precise:  # epoll rounds up to whole milliseconds
+                select.select([self.poller], [], [], timeout_s)
+            events = self.poller.poll(0 if precise else timeout_s)
         free = []
         for fd, event in events:
-            connection = self.open.get(fd)
-            if connection is None:  # closed by an earlier event of this turn
-                continue
-            was_busy = connection.exchange is not None
-            if event & WRITE and connection.pending:
-                self.flush(connection, writing=True)
-            if event & ~WRITE and connection.sock is not None and connection.fd == fd:
-                self.receive(connection)
-            if was_busy and connection.exchange is None:
+            connection = self.open[fd]
+            if self.receive(connection) if event == READ else self.ready(connection, event):
                 free.append(connection)
         if now() >= self.next_tick_ns:
             free += self.tick()
@@ -293,23 +242,31 @@ class Worker:
             time.sleep(self.gather_s)  # the stamps are made already: fewer, fuller turns cost less
         return free
 
+    def ready(self, connection, event):
+        """Handle an event that is not only data to read."""
+        if event & WRITE and connection.pending and self.flush(connection, writing=True):
+            return True
+        return event != WRITE and connection.sock is not None and self.receive(connection)
+
     def tick(self):
         """Once in a quarter of a second: progress, time-outs, the end of the time given."""
         at = now()
         self.next_tick_ns = at + 250_000_000
         self.emit("progress", (len(self.records), len(self.busy)))
+        over = None
         if self.stopped or os.getppid() != self.plan["parent"]:
-            self.stopped = True
-            self.abandon("interrupted", "the load was stopped")
+            self.stopped, over = True, ("interrupted", "the load was stopped")
         elif self.deadline and at > self.deadline + max(self.plan["max_ns"], 2_000_000_000):
-            self.abandon("unfinished", "in flight when the time given was over")
+            over = ("unfinished", "in flight when the time given was over")
         free = []
         for connection in list(self.busy.values()):
             pieces = connection.exchange["pieces"]
-            streaming = len(pieces) > 1 or connection.framing.body
+            streaming = pieces and (len(pieces) > 1 or pieces[0][2].partition(b"\r\n\r\n")[2])
             last, limit = (pieces[-1][1], "chunk") if streaming else (connection.exchange["send_ns"], "first")
-            if at - last > self.plan[f"{limit}_timeout_s"] * 1e9:
-                self.give_up(connection, "timeout", f"no data for {self.plan[f'{limit}_timeout_s']:g} s")
+            limit_s = self.plan[f"{limit}_timeout_s"]
+            end = over or (at - last > limit_s * 1e9 and ("timeout", f"no data for {limit_s:g} s"))
+            if end:
+                self.give_up(connection, *end)
                 free.append(connection)
         return free
 

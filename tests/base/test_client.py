@@ -125,6 +125,8 @@ def test_metrics_keep_labels_and_counter_names(answers):
         ("https://h/v1", "https://h"),
         ("http://h/proxy/v1/", "http://h/proxy"),
         (" http://[::1]:8000 ", "http://[::1]:8000"),
+        ("http://h/proxy/v1/chat/completions", "http://h/proxy"),
+        ("http://h:1//v1//", "http://h:1"),
     ],
 )
 def test_urls(given, url):
@@ -132,7 +134,18 @@ def test_urls(given, url):
 
 
 @pytest.mark.parametrize(
-    "given", ["", "http://", "ftp://h", "http://h:port", "http://h:99999", "/just/a/path", "http://[bad"]
+    "given",
+    [
+        "",
+        "http://",
+        "ftp://h",
+        "http://h:port",
+        "http://h:99999",
+        "/just/a/path",
+        "http://[bad",
+        "http://h?x=1",
+        "http://h/#x",
+    ],
 )
 def test_no_urls(given):
     with pytest.raises(UsageError, match="no server URL"):

@@ -10,8 +10,7 @@ from wild_server import event, good, stream, text, usage
 
 from k25lib.errors import UsageError
 from k25lib.load import counters, levels, metrics, plateau
-from k25lib.load.prompts import Prompts, Target
-from k25lib.load.sweep import parse_slo, poisson
+from k25lib.load.prompts import Prompts, Target, poisson
 
 MS = 1_000_000
 
@@ -168,6 +167,40 @@ def test_cannot_tell():
     assert single["verdict"] == "cannot tell" and "one wave" in single["why"]
 
 
+def test_what_would_settle_it():
+    noisy, clear = (plateau.plateau([level(8, 500, spread=0.3), level(16, to, spread=0.3)]) for to in (600, 750))
+    assert "waves a level (requests per slot x repeats; now 4) would settle it" in noisy["why"]
+    assert int(noisy["why"].split("about ")[1].split()[0]) > int(clear["why"].split("about ")[1].split()[0])
+    nearly = plateau.plateau([level(8, 500, spread=0.3), level(16, 526, spread=0.3)])
+    assert "more than 400 waves" in nearly["why"]
+    single = plateau.plateau([level(8, 500, waves=1), level(16, 900, waves=1)])
+    assert "2 requests per slot" in single["why"]
+
+
+@pytest.mark.parametrize(
+    ("gain", "noise", "verdict", "share"),
+    [(1.0, 0.05, "plateau", 0.85), (0.95, 0.05, "plateau", 0.95), (1.3, 0.05, "still rising", 0.95)]
+    + [(1.05, 0.02, "cannot tell", 0.9)],
+)
+def test_verdicts_of_simulated_sweeps(gain, noise, verdict, share):
+    """Eight levels of four waves that rise up to C=16 and then by `gain`: how often the verdict is right."""
+    source, right = np.random.default_rng(3), 0
+    for _ in range(100):
+        levels, rate = [], 100.0
+        for concurrency in (1, 2, 4, 8, 16, 32, 64, 128):
+            waves = rate * np.exp(source.normal(0, noise, 4))
+            one = level(concurrency, float(np.exp(np.log(waves).mean())))
+            levels.append(one | {"wave_tok_s": list(waves)})
+            rate *= 1.6 if concurrency < 16 else gain
+        right += plateau.plateau(levels)["verdict"] == verdict
+    assert right / 100 >= share
+
+
+def test_a_level_that_gains_denies_the_plateau_below_it():
+    found = plateau.plateau([level(8, 500), level(16, 700), level(32, 500)])
+    assert (found["verdict"], found["concurrency"]) == ("plateau", 16)
+
+
 def test_limited_and_void_levels_are_not_used():
     limited, void = level(32, 905), level(64, 5000)
     limited["client"]["limited"], void["void"] = True, True
@@ -248,12 +281,16 @@ def test_the_key_and_the_path_are_in_the_request():
 @pytest.mark.parametrize("slo", ["ttft", "ttft=x", "speed=3", "ttft=-1", 5, "ttft=0"])
 def test_bad_slos(slo):
     with pytest.raises(UsageError):
-        parse_slo(slo)
+        metrics.parse_slo(slo)
 
 
 def test_slos():
-    assert parse_slo("ttft=500, tpot=30") == {"ttft": 500, "tpot": 30} == parse_slo({"ttft": 500, "tpot": 30})
-    assert parse_slo("") == {}
+    assert (
+        metrics.parse_slo("ttft=500, tpot=30")
+        == {"ttft": 500, "tpot": 30}
+        == metrics.parse_slo({"ttft": 500, "tpot": 30})
+    )
+    assert metrics.parse_slo("") == {}
 
 
 def test_poisson_arrivals():

@@ -1,5 +1,7 @@
 """Streams as they are in the wild, read from their bytes."""
 
+import zlib
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -118,8 +120,8 @@ def test_a_role_only_first_chunk_is_no_token():
     assert figures(outcome) == ("ok", TOKENS, [1] * TOKENS, 8)
 
 
-@pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
-def test_reasoning_is_tokens(field):
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "refusal", "tool_calls"])
+def test_whatever_a_delta_says_is_tokens(field):
     body = [
         delta(role="assistant"),
         *[delta(**{field: "x"})] * 4,
@@ -128,6 +130,41 @@ def test_reasoning_is_tokens(field):
         DONE,
     ]
     assert figures(read(stream(*body))) == ("ok", TOKENS, [1] * TOKENS, 8)
+
+
+def compressed(encoding, *events):
+    """A compressed stream, each event flushed as a server does."""
+    head = HEAD.replace(b"\r\n\r\n", b"\r\nContent-Encoding: %s\r\n\r\n" % encoding)
+    squeeze = zlib.compressobj(wbits=31 if encoding == b"gzip" else 15)
+    parts = [squeeze.compress(part) + squeeze.flush(zlib.Z_SYNC_FLUSH) for part in events]
+    return [head, *chunked(*parts, squeeze.flush())]
+
+
+@pytest.mark.parametrize("encoding", [b"gzip", b"deflate"])
+def test_compression_that_nobody_asked_for(encoding):
+    outcome = read(compressed(encoding, *words(), event(**usage(TOKENS)), DONE))
+    assert figures(outcome) == ("ok", TOKENS, [1] * TOKENS, 8)
+    assert outcome.times_ns == [10_000_000 * index for index in range(1, TOKENS + 1)]
+
+
+@given(cuts=st.sets(st.integers(1, 400), max_size=30))
+@settings(max_examples=20, deadline=None)
+def test_any_cut_of_compressed_bytes_gives_the_same(cuts):
+    raw = b"".join(compressed(b"gzip", *words(), event(**usage(TOKENS)), DONE))
+    edges = sorted({0, len(raw), *(cut for cut in cuts if cut < len(raw))})
+    pieces = [raw[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    assert figures(read(pieces)) == ("ok", TOKENS, [1] * TOKENS, 8)
+
+
+def test_compression_that_cannot_be_undone():
+    outcome = read([HEAD[:-2] + b"Content-Encoding: br\r\n\r\n", *chunked(b"\x1b\x03\x00")])
+    assert outcome.kind == "bad_http" and "decompress" in outcome.message
+
+
+def test_a_redirect_names_the_server():
+    parts = [b"HTTP/1.1 307 Temporary Redirect\r\nLocation: http://h:1/v1\r\nContent-Length: 0\r\n\r\n"]
+    outcome = read(parts)
+    assert outcome.kind == "http_307" and "http://h:1/v1" in outcome.message
 
 
 def test_empty_texts_are_tokens_where_the_total_says_so():

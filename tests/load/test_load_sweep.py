@@ -87,6 +87,7 @@ def test_open_loop(truth):
     assert level["requests"] == len(kinds(found)) > 15
     assert all(row["late_ms"] >= 0 for row in found.tables()["requests"] if row["phase"] == "measured")
     assert level["failed"] == 0 and found.result["plateau"]["verdict"] == "cannot tell"
+    assert "open loop" in found.result["plateau"]["why"]
 
 
 def test_send_sends_exactly_so_many(truth):
@@ -233,8 +234,30 @@ def test_crosscheck_and_prefix_hits(hits, rate, void):
     with WildServer(answering(good(4)), metrics=metrics_page(hits)) as server:
         level = sweep(server.url, "wild", [2], **QUICK).result["levels"][0]
     assert level["crosscheck"]["tokens"] == {"client": 40, "server": 40, "difference_percent": 0, "agrees": True}
-    assert level["crosscheck"]["ttft_ms"]["agrees"] is False
+    assert (
+        level["crosscheck"]["ttft_ms"]["agrees"] is False and "the server counts otherwise: ttft_ms" in level["remarks"]
+    )
+    assert ("void: 50.0% prefix hits" in level["remarks"]) is void
     assert (level["prefix_hit_rate"], level["void"]) == (rate, void)
+
+
+def test_https_to_a_plain_server_says_so():
+    with (
+        WildServer(answering(good(4))) as server,
+        pytest.raises(K25Error, match="does the server speak https"),
+    ):
+        sweep(server.url.replace("http", "https"), "wild", [1], **QUICK)
+
+
+def test_ipv6():
+    try:
+        server = WildServer(answering(good(4)), host="::1")
+    except OSError:
+        pytest.skip("no IPv6")
+    with server:
+        sweep(f"http://[::1]:{server.port}/proxy/v1/", "wild", [1], **QUICK).check()
+    assert {seen["path"] for seen in server.seen} == {"/proxy/v1/completions"}
+    assert {seen["headers"]["host"] for seen in server.seen} == {f"[::1]:{server.port}"}
 
 
 @pytest.mark.slow
@@ -245,10 +268,11 @@ def test_https_keeps_the_kernel_stamps(tmp_path, monkeypatch):
     if subprocess.run(make, capture_output=True).returncode:
         pytest.skip("no openssl command")
     with WildServer(lambda body, number: [*good(4)[:3], 0.02, *good(4)[3:]], certificate=certificate) as server:
-        with pytest.raises(K25Error, match="certificate"):
-            sweep(server.url, "wild", [1], **QUICK)
+        for model in ("wild", ""):  # both ways to connect say what to do
+            with pytest.raises(K25Error, match="not accepted .*SSL_CERT_FILE"):
+                sweep(server.url, model, [1], **QUICK)
         monkeypatch.setenv("SSL_CERT_FILE", certificate[0])
-        found = sweep(server.url, "wild", [2], **QUICK)
+        found = sweep(server.url, "", [2], **QUICK)
     assert set(kinds(found)) == {"ok"}
     level = found.result["levels"][0]
     assert level["client"]["stamps"] == ("kernel" if sys.platform == "linux" else "user")
@@ -275,6 +299,11 @@ def test_the_key_comes_from_the_environment(monkeypatch):
         {"rate": -1},
         {"rate": float("nan")},
         {"max_seconds": 0},
+        {"chunk_timeout_s": 0},
+        {"first_timeout_s": -1},
+        {"gpus": 0},
+        {"rate": 1e9},
+        {"requests_per_slot": 10**7},
         {"slo": "fast"},
         {"api": "embeddings"},
     ],
@@ -305,7 +334,7 @@ def test_ctrl_c_keeps_what_was_measured(truth):
         truth, "--model", "truth", "--concurrency", "1,2", "--requests-per-slot", "4000", "--output-tokens", "8",
         "--no-selftest", "--json", start_new_session=True,
     )  # fmt: skip
-    lines = itertools.takewhile(lambda line: "in flight" not in line, process.stderr)
+    lines = itertools.takewhile(lambda line: "requests done" not in line, process.stderr)
     list(lines)
     time.sleep(1)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole group

@@ -48,9 +48,11 @@ def good(tokens, prompt=8):
 class WildServer:
     """`answer(body, number)` returns what to send: bytes, seconds to wait (float), or CLOSE."""
 
-    def __init__(self, answer, metrics=None, certificate=None):
+    def __init__(self, answer, metrics=None, certificate=None, host="127.0.0.1"):
         self.answer, self.metrics, self.seen, self.lock = answer, metrics, [], threading.Lock()
-        self.listener = socket.create_server(("127.0.0.1", 0), backlog=512)
+        self.listener = socket.create_server(
+            (host, 0), backlog=512, family=socket.AF_INET6 if ":" in host else socket.AF_INET
+        )
         self.context = None
         if certificate:
             self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -81,7 +83,7 @@ class WildServer:
             with sock, sock.makefile("rb") as reader:
                 while self._one(sock, reader):
                     pass
-        except OSError:
+        except (OSError, UnicodeDecodeError):  # gone, or no HTTP: a TLS handshake
             pass
 
     def _one(self, sock, reader):
