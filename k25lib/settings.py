@@ -54,6 +54,14 @@ class Settings:
     notebooks: dict = field(default_factory=dict)
     embedded: dict = field(default_factory=dict)
 
+    @property
+    def profiler(self):
+        """The profiler that captures are taken with: torch or nsys (else a UsageError)."""
+        named = self.notebooks.get("capture", {}).get("profiler") or "torch"
+        if named not in ("torch", "nsys"):
+            raise UsageError(f"capture.profiler is torch or nsys, not {named!r}")
+        return named
+
     def parameters(self, table, embedded=False):
         """The parameters set for one notebook; with the embedded server its own values win."""
         own = self.embedded.get(table, {}) if embedded else {}

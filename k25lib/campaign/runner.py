@@ -46,6 +46,7 @@ class Runner:
         for phase in self.phases:
             if phase in chosen or phase.name not in states:
                 self._state(phase, "pending", question=_question(phase.notebook))
+        self.run.update(server_error="")
         try:
             with _sigterm_as_exit():
                 for phase in chosen:

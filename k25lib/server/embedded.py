@@ -14,7 +14,7 @@ from pathlib import Path
 
 from k25lib.errors import K25Error
 from k25lib.redaction import redact
-from k25lib.server import startup, supervisor, vllm_cpu
+from k25lib.server import process, startup, supervisor, vllm_cpu
 from k25lib.server.watch import LogFile, wait_until_ready
 
 MODEL = "tiny-kimi-k2.5"
@@ -146,41 +146,51 @@ class Embedded:
         }
         state = self.folder / "state.json"
         state.write_text(json.dumps(description), encoding="utf-8")
+        command = self.command(model, port, self.folder / "traces" if self.profiler else None)
+        words = [sys.executable, supervisor.__file__, self.folder, *command, *self.extra_args]
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [str(word) for word in words], stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                start_new_session=True, env=self.environment(), cwd=self.folder,
+            )  # fmt: skip
+        self._adopt(description)
+
+    def command(self, model, port, traces=None):
+        """The words that start vLLM with the tiny model at `port`, its profiler writing to `traces` if given."""
         command = [
             self.python, "-m", "vllm.entrypoints.cli.main", "serve", model, "--served-model-name", MODEL,
             "--host", "127.0.0.1", "--port", port, "--tensor-parallel-size", TP, "--max-model-len", 2048,
             "--max-num-seqs", 64, "--enforce-eager", "--language-model-only", "--kv-cache-memory-bytes", 1 << 27,
         ]  # fmt: skip
-        if self.profiler:
-            settings = {
-                "profiler": "torch",
-                "torch_profiler_dir": description["traces"],
-                "torch_profiler_with_stack": False,
-                "torch_profiler_record_shapes": True,
-                "ignore_frontend": True,
-            }
-            command += ["--profiler-config", json.dumps(settings)]
+        config = {
+            "profiler": "torch",
+            "torch_profiler_dir": str(traces),
+            "torch_profiler_with_stack": False,
+            "torch_profiler_record_shapes": True,
+            "ignore_frontend": True,
+        }
+        return [str(word) for word in command + (["--profiler-config", json.dumps(config)] if traces else [])]
+
+    def environment(self):
+        """The environment that vLLM is started with."""
         caches = vllm_cpu.cache_dir(self.root)
-        environment = {
+        key = os.environ.get("K25_API_KEY")
+        return {
             **vllm_cpu.clean_environment(),
             **_SETTINGS,
             "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(cpu) for cpu in _cpus(TP)),
             "VLLM_CACHE_ROOT": str(caches / "vllm"),
             "VLLM_CONFIG_ROOT": str(caches / "vllm"),
             "HF_HOME": str(caches / "huggingface"),
+            **({"VLLM_API_KEY": key} if key else {}),
         }
-        if key := os.environ.get("K25_API_KEY"):
-            environment["VLLM_API_KEY"] = key
-        words = [sys.executable, supervisor.__file__, self.folder, *command, *self.extra_args]
-        with log.open("ab") as output:
-            self._process = subprocess.Popen(
-                [str(word) for word in words], stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-                start_new_session=True, env=environment, cwd=self.folder,
-            )  # fmt: skip
-        self._adopt(description)
 
     def _wait(self, on_stage, limit_s):
-        starting = {"log": LogFile(self.log, self._log_start), "alive": lambda: self._process.poll() is None}
+        starting = {
+            "log": LogFile(self.log, self._log_start),
+            "alive": lambda: self._process.poll() is None,
+            "probe": lambda: process.activity(self._process.pid),
+        }
         starts = vllm_cpu.cache_dir(self.root) / "starts.json"
         try:
             wait_until_ready(self.url, **starting, say=on_stage, limit_s=limit_s, every_s=0.2, starts=starts)

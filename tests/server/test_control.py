@@ -6,13 +6,13 @@ import os
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from ports import free_port
 
 from k25lib.client import Client
 from k25lib.errors import K25Error, UsageError
@@ -21,26 +21,6 @@ from k25lib.server.control import Control, presets
 from k25lib.server.supervisor import start_time
 
 HERE = Path(__file__).parent
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-@pytest.fixture
-def vllm(tmp_path):
-    """The command of a stand-in `vllm serve` that knows --help=all, and its URL."""
-    port = free_port()
-    program = tmp_path / "vllm"
-    program.write_text(
-        "#!/bin/sh\n"
-        f'case "$*" in *--help=all*) echo "  --profiler-config PROFILER_CONFIG";; '
-        f'*) exec {sys.executable} {HERE / "fake_vllm.py"} "$@";; esac\n'
-    )
-    program.chmod(0o755)
-    return f"env MARKED=yes {program} serve 'a model' --port {port}", f"http://127.0.0.1:{port}"
 
 
 @pytest.fixture
@@ -82,6 +62,9 @@ def test_process(tmp_path, vllm):
     first = json.loads(log.splitlines()[1])
     assert first["env"]["MARKED"] == "yes" and first["argv"][:2] == ["serve", "a model"]
     assert control.run(["echo", "two words"]).stdout == "two words\n"
+    assert control.python() == sys.executable
+    signs = process.activity(control.pid)
+    assert signs["cpu_s"] >= 0 and signs["memory_bytes"] > 1_000_000
     control.stop()
     assert not control.running()
     control.stop()
@@ -147,18 +130,6 @@ def test_a_kept_process_is_left_to_its_keeper(monkeypatch, found, words):
         Control.of_url("http://127.0.0.1:8000")
 
 
-def test_profiling_and_back_also_after_a_failure(tmp_path, vllm):
-    command, url = vllm
-    control = Control({"command": command, "log": str(tmp_path / "log")}, allowed=True, say=lambda _: None)
-    control.bring_up(url, every_s=0.05)
-    with pytest.raises(RuntimeError), control.profiling(url, "/the traces", every_s=0.05):
-        argv = process.find(int(url.rpartition(":")[2]))["argv"]
-        assert json.loads(argv[argv.index("--profiler-config") + 1])["torch_profiler_dir"] == "/the traces"
-        raise RuntimeError
-    assert "--profiler-config" not in process.find(int(url.rpartition(":")[2]))["argv"]
-    control.stop()
-
-
 def test_a_start_that_fails_the_first_time_is_tried_again(tmp_path, vllm, monkeypatch):
     command, url = vllm
     monkeypatch.setenv("FAKE_VLLM", "port")
@@ -180,17 +151,11 @@ def test_nothing_is_restarted_unless_allowed(tmp_path):
         control.start()
     said = []
     dry = Control(settings, dry=True, say=said.append)
-    with dry.profiling("http://127.0.0.1:1", "/traces"):
-        said.append("measured")
-    words = [re.sub(r"(nohup|kill -TERM|--help=all|would look|--profiler-config|measured)|.", r"\1", x) for x in said]
-    assert words == [
-        "would look--profiler-config--help=all",
-        "kill -TERM",
-        "nohup--profiler-config",
-        "measured",
-        "kill -TERM",
-        "nohup",
-    ]
+    profiled = dry.profiled("/traces")
+    dry.stop()
+    assert dry.bring_up("http://127.0.0.1:1", profiled) == ""
+    words = [re.sub(r"(nohup|kill -TERM|--help=all|would look|--profiler-config)|.", r"\1", x) for x in said]
+    assert words == ["would look--profiler-config--help=all", "kill -TERM", "nohup--profiler-config"]
     assert not list(tmp_path.iterdir()) and "s3cret" not in "".join(said + dry.plan())
 
 
@@ -203,7 +168,8 @@ def test_docker(stand_ins):
     log.close()
     assert control.running()
     assert control.run(["vllm", "--version"]).stdout == "ran ['vllm', '--version']\n"
-    assert control.exec_prefix() == ["docker", "exec", "my vllm"]
+    assert control.python() == "docker run --rm -i --gpus all --ipc host --entrypoint python3 vllm/vllm-openai:v0.26.0"
+    assert control.pid == 4242
     control.stop()
     log = control.start(control.profiled("/traces"))
     log.close()
@@ -257,13 +223,41 @@ def test_the_profiler_flag_is_looked_up_before_any_restart(tmp_path):
     with pytest.raises(UsageError, match="no `vllm serve"):
         control("./start.sh").profiled("/t")
     assert control("./start.sh", start_profiling="./start.sh prof").profiled("/t") == "./start.sh prof"
-    already = control("vllm serve m --profiler-config '{}'")
-    assert already.profiled("/t") == already.command("start")
+    for flag in ("""--profiler-config '{"profiler": "torch"}'""", "--profiler-config.profiler=torch"):
+        already = control(f"vllm serve m {flag}")
+        assert already.profiled("/t") == already.command("start")
+
+
+def test_the_server_under_nsys(tmp_path, monkeypatch):
+    nsys, vllm = tmp_path / "nsys", tmp_path / "vllm"
+    vllm.write_text("#!/bin/sh\necho --profiler-config\n")
+    vllm.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    settings = {
+        "command": "vllm serve m --profiler-config.profiler=torch --api-key s3cret",
+        "log": str(tmp_path / "log"),
+    }
+    control = Control(settings, say=lambda _: None)
+    with pytest.raises(
+        K25Error, match=r"^nsys is not where the server runs: .* by `nsys profile .*k25 breakdown FILE"
+    ) as e:
+        control.profiled("/t", "nsys")
+    whole = (
+        "nsys profile --capture-range=cudaProfilerApi --capture-range-end=repeat --cuda-graph-trace=node -o /t/k25 "
+        """vllm serve m --api-key {} --profiler-config '{{"profiler": "cuda"}}'"""
+    )
+    assert f"`{whole.format('***')}`" in str(e.value)
+    nsys.write_text("#!/bin/sh\n")
+    nsys.chmod(0o755)
+    assert f"setsid {whole.format('s3cret')} >>" in control.profiled("/t", "nsys")
+    unit = Control({"preset": "systemd", "unit": "vllm"})
+    with pytest.raises(UsageError, match=r"under `nsys profile .* -o /t/k25` and with --profiler-config '.*cuda"):
+        unit.profiled("/t", "nsys")
 
 
 def test_presets_are_whole():
     for preset in presets().values():
-        assert {"about", "start", "stop", "running", "mark", "logs", "exec"} <= set(preset)
+        assert {"about", "start", "stop", "running", "mark", "logs", "exec", "python"} == set(preset)
 
 
 @pytest.fixture(scope="module")
@@ -303,12 +297,14 @@ def test_over_ssh(ssh, tmp_path, vllm):
     assert not control.running()
     assert control.bring_up(url, every_s=0.05) == "tiny-kimi-k2.5"
     assert control.running() and control.run(["echo", "a 'quoted' word"]).stdout == "a 'quoted' word\n"
-    with control.profiling(url, "/tr aces", every_s=0.05):
-        argv = process.find(int(url.rpartition(":")[2]))["argv"]
-        assert json.loads(argv[argv.index("--profiler-config") + 1])["torch_profiler_dir"] == "/tr aces"
+    assert control.python() == f"{ssh} {sys.executable}" and control.pid is None
+    profiled = control.profiled("/tr aces")
+    control.stop()
+    control.bring_up(url, profiled, every_s=0.05)
+    argv = process.find(int(url.rpartition(":")[2]))["argv"]
+    assert json.loads(argv[argv.index("--profiler-config") + 1])["torch_profiler_dir"] == "/tr aces"
     log = (tmp_path / "remote log").read_text()
-    assert len(log.splitlines()) == 3 and json.loads(log.splitlines()[0])["argv"][:2] == ["serve", "a model"]
-    assert control.exec_prefix() == shlex.split(ssh)
+    assert len(log.splitlines()) == 2 and json.loads(log.splitlines()[0])["argv"][:2] == ["serve", "a model"]
     control.stop()
     assert not control.running()
 
