@@ -178,7 +178,7 @@ def _move(files, target, world_size, say):
     broken = [f"{file['file']}: {file['fault']}" for file in moved if file["fault"]]
     if broken and len(broken) == len(moved):
         raise K25Error(f"no trace of the capture is whole ({broken[0]}); the files are in {target}")
-    if any(file.pop("stacks", False) for file in moved):
+    if any([file.pop("stacks", False) for file in moved]):
         say('the traces hold Python stacks: the profiled times are far off; use "torch_profiler_with_stack":false')
     world_size = max(file.pop("world_size", 0) for file in moved) or world_size
     ranks = sorted({m["rank"] for m in moved if m["rank"] is not None and not m["fault"]})

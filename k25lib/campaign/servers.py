@@ -16,7 +16,7 @@ from pathlib import Path
 from k25lib.client import Client, ProfilerMissing
 from k25lib.environment import gpus
 from k25lib.errors import K25Error, UsageError
-from k25lib.redaction import HIDDEN
+from k25lib.redaction import HIDDEN, redact
 from k25lib.run import PROJECT, runs_root
 from k25lib.server.control import Control
 from k25lib.server.embedded import Embedded
@@ -113,15 +113,16 @@ class Controlled(External):
             )
         self.traces, self.profiler = settings.traces or str(cache_dir(PROJECT) / "traces"), profiler
         more = {"allowed": allowed, "dry": dry, "say": say}
-        self.control = Control(control, **more) if control else Control.of_url(settings.url, settings.log, **more)
-        self.with_profiler = self.control.profiled(self.traces, profiler)  # looked up before anything is stopped
+        self.normal = Control(control, **more) if control else Control.of_url(settings.url, settings.log, **more)
+        self.profiling = self.normal.profiled(self.traces, profiler)  # looked up before anything is stopped
+        self.control = self.normal  # the one that runs or was stopped last
         self.mode = "normal"  # as it was found; then stopped, profiling, or normal again
         self.python = ""
 
     def plan(self):
         """The commands of the whole campaign, in order, secrets redacted."""
-        stop, start = self.control.plan()
-        return [stop, self.control.plan(self.with_profiler)[1], stop, start]
+        commands = [(self.normal, "stop"), (self.profiling, "start"), (self.profiling, "stop"), (self.normal, "start")]
+        return [redact(control.command(action)) for control, action in commands]
 
     def up(self, profiler=False):
         """As it is, or started again: with its profiler if that is needed and missing."""
@@ -155,11 +156,10 @@ class Controlled(External):
     def _switch(self, mode):
         say(f"restarting in the {'profiling' if mode == 'profiling' else 'normal'} configuration")
         self.control.stop()
-        self.mode = "stopped"
-        command = self.with_profiler if mode == "profiling" else None
+        self.mode, self.control = "stopped", self.profiling if mode == "profiling" else self.normal
         if not self.control.via:
             Path(self.traces).mkdir(parents=True, exist_ok=True)  # vLLM makes it only when it writes
-        self.control.bring_up(self.settings.url, command, starts=_starts())
+        self.control.bring_up(self.settings.url, starts=_starts())
         self.mode = mode
 
 

@@ -18,7 +18,7 @@ from k25lib.server import process
 from k25lib.server.supervisor import start_time
 from k25lib.server.watch import LogCommand, wait_until_ready
 
-STRINGS = ("start", "start_profiling", "stop", "running", "mark", "logs", "exec", "python")
+STRINGS = ("start", "stop", "running", "mark", "logs", "exec", "python")
 VALUES = ("command", "log", "unit", "container", "cwd", "pid_file")
 STOP_LIMIT_S = 180.0
 CHANGE_LIMIT_S = 7200.0  # some starts return only when the server is ready
@@ -27,24 +27,24 @@ _CONFIG = re.compile(r"\s--profiler-config(?:\.\w+)?(?:=|\s+)(?:'[^']*'|\"(?:\\.
 
 
 class Control:
-    """One server's controls. `settings`: preset, the values that it needs, strings that replace its own, `via`.
+    """One server's controls. `settings`: preset, the values that it needs, strings that replace its own, `via`, and
+    `profiling`, a table of those that differ where the server runs with its profiler.
 
     Nothing that changes the server runs unless `allowed`; with `dry`, nothing runs at all and all is said. Every
     command is said (secrets redacted) before it runs. Bad settings raise UsageError, failing commands K25Error.
     """
 
     def __init__(self, settings, *, allowed=False, dry=False, say=print, environment=None):
-        settings = dict(settings)
-        name = settings.pop("preset", "") or "process"
+        name = settings.get("preset") or "process"
         if name not in presets():
             raise UsageError(f"control.preset {name!r} is unknown: there are {', '.join(presets())}")
-        unknown = [key for key in settings if key not in (*STRINGS, *VALUES, "via")]
+        known = ("preset", "via", "profiling", *VALUES, *STRINGS)
+        unknown = [key for key in (*settings, *settings.get("profiling", {})) if key not in known]
         if unknown:
-            known = ", ".join(("preset", "via", *VALUES, *STRINGS))
-            raise UsageError(f"[control] has no key {unknown[0]!r}: there are {known}")
+            raise UsageError(f"[control] has no key {unknown[0]!r}: there are {', '.join(known)}")
         preset = presets()[name]
-        self.via, self.allowed, self.dry, self.say = settings.get("via", ""), allowed, dry, say
-        self.environment, self.pid = environment, None
+        self.settings, self.via, self.environment, self.pid = settings, settings.get("via", ""), environment, None
+        self.allowed, self.dry, self.say = allowed, dry, say
         self.strings = {key: settings.get(key, preset.get(key, "")) for key in STRINGS}
         log = settings.get("log", "")
         self.values = {"cwd": ".", "pid_file": log and f"{log}.pid"}
@@ -81,39 +81,39 @@ class Control:
         weakref.finalize(control, shutil.rmtree, folder, ignore_errors=True)
         return control
 
-    def command(self, action, **values):
-        """The whole command of an action, as given to `sh -c`; `values` (mark, command) go before the settings'."""
-        values = {**self.values, **values}
+    def command(self, action, mark=""):
+        """The whole command of an action, as given to `sh -c`."""
+        values = {**self.values, "mark": mark}
         quoted = {name: value if name == "command" else shlex.quote(str(value)) for name, value in values.items()}
         text = re.sub(r"\{([a-z_]+)\}", lambda match: quoted.get(match[1], match[0]), self.strings[action])
         return f"{self.via} {shlex.quote(text)}" if self.via and action != "exec" else text
 
-    def plan(self, start=None):
-        """What a restart runs, in order, secrets redacted; `start`: a command of `profiled` instead of the normal."""
-        return [redact(self.command("stop")), redact(start or self.command("start"))]
-
     def profiled(self, traces, profiler="torch"):
-        """The command that starts the server with `profiler` (torch or nsys), writing to the folder `traces` (as the
-        server sees it). Raises K25Error if that can't be: the flag is looked up in the help of the installed version,
-        nsys where the server runs, so that no restart is wasted on a wrong one.
+        """The control of the server with `profiler` (torch or nsys), writing to the folder `traces` (as the server sees
+        it). Raises K25Error if that can't be: the flag is looked up in the help of the installed version, nsys where
+        the server runs, so that no restart is wasted on a wrong one.
         """
-        if self.strings["start_profiling"]:
-            return self.command("start_profiling")
+        if self.settings.get("profiling"):
+            return self._with(**self.settings["profiling"])
         torch = {"torch_profiler_dir": str(traces), "torch_profiler_with_stack": False, "ignore_frontend": True}
         config = {"profiler": "torch", **torch} if profiler == "torch" else {"profiler": "cuda"}
         flag = f"--profiler-config {shlex.quote(json.dumps(config))}"
         if "{command}" not in self.strings["start"]:
             under = f"under `{NSYS} {traces}/k25` and " if profiler == "nsys" else ""
-            raise UsageError(f"set control.start_profiling: how is the server started {under}with {flag}?")
+            raise UsageError(f"set control.profiling: what differs where the server is started {under}with {flag}?")
         normal = self.values["command"]
         if profiler == "torch" and any("torch" in found for found in _CONFIG.findall(normal)):
-            return self.command("start")
+            return self
         command = f"{_CONFIG.sub('', normal)} {flag}"
         self._look_up_flag(shlex.split(normal), traces)
         if profiler == "nsys":
             command = f"{NSYS} {shlex.quote(f'{traces}/k25')} {command}"
             self._look_for_nsys(command)
-        return self.command("start", command=command)
+        return self._with(command=command)
+
+    def _with(self, **settings):
+        more = {"allowed": self.allowed, "dry": self.dry, "say": self.say, "environment": self.environment}
+        return Control({**self.settings, **settings}, **more)
 
     def _look_for_nsys(self, command):
         if not self.dry and self.run(["nsys", "--version"]).returncode:
@@ -126,7 +126,7 @@ class Control:
     def _look_up_flag(self, words, traces):
         ends = [n for n, word in enumerate(words) if word == "serve" or word.endswith("api_server")]
         if not ends:
-            raise UsageError("control.command is no `vllm serve ...`: set control.start_profiling")
+            raise UsageError("control.command is no `vllm serve ...`: set control.profiling")
         ask = [*words[: ends[0] + 1], "--help=all"]
         if self.dry:
             self.say(f"would look --profiler-config up: {shlex.join(ask)}")
@@ -137,7 +137,7 @@ class Control:
         if told.returncode:
             raise K25Error(f"vLLM's help can't be read ({_last(told.stderr)}): is control.command right?")
         raise K25Error(
-            "this vLLM has no --profiler-config: set control.start_profiling to a start with the environment variable "
+            "this vLLM has no --profiler-config: set control.profiling to a command with the environment variable "
             f"VLLM_TORCH_PROFILER_DIR={traces}"
         )
 
@@ -176,10 +176,9 @@ class Control:
                 raise K25Error(f"the server was told to stop, and still runs after {STOP_LIMIT_S:.0f} s")
             time.sleep(0.2)
 
-    def start(self, command=None):
-        """Start the server, by `command` (of `profiled`) or as it normally is; returns its log from here on, which has
-        `read()` and `close()`; None in a dry run."""
-        command = command or self.command("start")
+    def start(self):
+        """Start the server; returns its log from here on, which has `read()` and `close()`; None in a dry run."""
+        command = self.command("start")
         if self.dry:
             return self._change(command)
         self._check_allowed(command)
@@ -196,7 +195,7 @@ class Control:
     def _log_from_here(self):
         return self.command("logs", mark=self._sh(self.command("mark"), 60).stdout.strip() or "0")
 
-    def bring_up(self, url, command=None, tries=2, **waiting):
+    def bring_up(self, url, tries=2, **waiting):
         """Start the server and wait until it is ready (`waiting`: arguments of wait_until_ready); returns the model's
         id, '' in a dry run. A start that fails is told, and tried again."""
         if not self.dry and self.running():
@@ -205,7 +204,7 @@ class Control:
         for left in reversed(range(tries)):
             log = None
             try:
-                log = self.start(command)
+                log = self.start()
                 return wait_until_ready(url, log=log, **waiting) if log else ""
             except K25Error as error:
                 if not left or not self.allowed:

@@ -153,14 +153,14 @@ def test_nothing_is_restarted_unless_allowed(tmp_path):
     dry = Control(settings, dry=True, say=said.append)
     profiled = dry.profiled("/traces")
     dry.stop()
-    assert dry.bring_up("http://127.0.0.1:1", profiled) == ""
+    assert profiled.bring_up("http://127.0.0.1:1") == ""
     words = [re.sub(r"(nohup|kill -TERM|--help=all|would look|--profiler-config)|.", r"\1", x) for x in said]
     assert words == ["would look--profiler-config--help=all", "kill -TERM", "nohup--profiler-config"]
-    assert not list(tmp_path.iterdir()) and "s3cret" not in "".join(said + dry.plan())
+    assert not list(tmp_path.iterdir()) and "s3cret" not in "".join(said)
 
 
 def test_docker(stand_ins):
-    settings = {"preset": "docker", "container": "my vllm", "start_profiling": "docker start vllm-profiled"}
+    settings = {"preset": "docker", "container": "my vllm", "profiling": {"container": "profiled"}}
     control = Control(settings, allowed=True, say=lambda _: None)
     assert not control.running()
     log = control.start()
@@ -171,11 +171,12 @@ def test_docker(stand_ins):
     assert control.python() == "docker run --rm -i --gpus all --ipc host --entrypoint python3 vllm/vllm-openai:v0.26.0"
     assert control.pid == 4242
     control.stop()
-    log = control.start(control.profiled("/traces"))
-    log.close()
+    profiled = control.profiled("/traces")
+    profiled.start().close()
+    profiled.stop()
     calls = stand_ins()
     assert ["docker", "start", "my vllm"] in calls and ["docker", "stop", "-t", "60", "my vllm"] in calls
-    assert ["docker", "start", "vllm-profiled"] in calls
+    assert ["docker", "start", "profiled"] in calls and ["docker", "stop", "-t", "60", "profiled"] in calls
     logs = next(call for call in calls if call[1] == "logs")
     assert logs[2:4] == ["--follow", "--since"] and abs(int(logs[4]) - time.time()) < 60 and logs[5] == "my vllm"
 
@@ -194,7 +195,7 @@ def test_systemd(stand_ins, tmp_path):
     assert ["systemctl", "start", "vllm.service"] in calls and ["systemctl", "stop", "vllm.service"] in calls
     journal = next(call for call in calls if call[0] == "journalctl")
     assert journal[1:3] == ["--unit", "vllm.service"] and journal[-1].startswith("@")
-    with pytest.raises(UsageError, match=r"^set control.start_profiling: .* --profiler-config"):
+    with pytest.raises(UsageError, match=r"^set control.profiling: .* --profiler-config"):
         control.profiled("/traces")
 
 
@@ -204,7 +205,7 @@ def test_systemd(stand_ins, tmp_path):
         ({"preset": "k8s"}, "'k8s' is unknown: there are process, systemd, docker"),
         ({"preset": "docker"}, "control.container is not set: preset docker .a docker container"),
         ({"command": "vllm serve m"}, "control.log is not set"),
-        ({"preset": "systemd", "unti": "x"}, "no key 'unti': there are preset, via, command"),
+        ({"preset": "systemd", "unti": "x"}, "no key 'unti': there are preset, via, profiling, command"),
     ],
 )
 def test_bad_settings_are_told(settings, words):
@@ -222,10 +223,11 @@ def test_the_profiler_flag_is_looked_up_before_any_restart(tmp_path):
         control("no-such-vllm serve m").profiled("/t")
     with pytest.raises(UsageError, match="no `vllm serve"):
         control("./start.sh").profiled("/t")
-    assert control("./start.sh", start_profiling="./start.sh prof").profiled("/t") == "./start.sh prof"
+    told = control("./start.sh", profiling={"command": "./start.sh prof"}).profiled("/t").command("start")
+    assert "setsid ./start.sh prof >>" in told
     for flag in ("""--profiler-config '{"profiler": "torch"}'""", "--profiler-config.profiler=torch"):
         already = control(f"vllm serve m {flag}")
-        assert already.profiled("/t") == already.command("start")
+        assert already.profiled("/t") is already
 
 
 def test_the_server_under_nsys(tmp_path, monkeypatch):
@@ -249,7 +251,7 @@ def test_the_server_under_nsys(tmp_path, monkeypatch):
     assert f"`{whole.format('***')}`" in str(e.value)
     nsys.write_text("#!/bin/sh\n")
     nsys.chmod(0o755)
-    assert f"setsid {whole.format('s3cret')} >>" in control.profiled("/t", "nsys")
+    assert f"setsid {whole.format('s3cret')} >>" in control.profiled("/t", "nsys").command("start")
     unit = Control({"preset": "systemd", "unit": "vllm"})
     with pytest.raises(UsageError, match=r"under `nsys profile .* -o /t/k25` and with --profiler-config '.*cuda"):
         unit.profiled("/t", "nsys")
@@ -300,7 +302,7 @@ def test_over_ssh(ssh, tmp_path, vllm):
     assert control.python() == f"{ssh} {sys.executable}" and control.pid is None
     profiled = control.profiled("/tr aces")
     control.stop()
-    control.bring_up(url, profiled, every_s=0.05)
+    profiled.bring_up(url, every_s=0.05)
     argv = process.find(int(url.rpartition(":")[2]))["argv"]
     assert json.loads(argv[argv.index("--profiler-config") + 1])["torch_profiler_dir"] == "/tr aces"
     log = (tmp_path / "remote log").read_text()
