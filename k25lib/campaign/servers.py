@@ -5,6 +5,7 @@ The runner asks the same four things of each: `up` (facts for the manifest), `fr
 """
 
 import fcntl
+import math
 import os
 import re
 import sys
@@ -18,6 +19,7 @@ from k25lib.environment import gpus
 from k25lib.errors import K25Error, UsageError
 from k25lib.redaction import HIDDEN, redact
 from k25lib.run import PROJECT, runs_root
+from k25lib.server import process
 from k25lib.server.control import Control
 from k25lib.server.embedded import Embedded
 from k25lib.server.identity import discover, is_here
@@ -48,8 +50,9 @@ class External:
         log = self._facts().get("log")
         log = LogFile(log) if log else Control(control).follow() if control else None
         try:
-            url, model = self.settings.url, self.settings.model
-            wait_until_ready(url, model=model, log=log, say=say, limit_s=limit_s, starts=_starts())
+            seen = {"log": log, "probe": process.activity if is_here(self.settings.url) else None}
+            more = {"say": say, "starts": _starts(), "stuck_after_s": math.inf}  # nobody sees its CPUs here
+            wait_until_ready(self.settings.url, model=self.settings.model, limit_s=limit_s, **seen, **more)
         finally:
             if log:
                 log.close()

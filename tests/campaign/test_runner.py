@@ -2,8 +2,10 @@
 
 import pytest
 
-from k25lib.campaign.runner import drop_traces
+from k25lib.campaign.runner import Runner, drop_traces
+from k25lib.errors import K25Error
 from k25lib.run import Run
+from k25lib.settings import Settings
 
 
 @pytest.mark.parametrize(
@@ -18,3 +20,16 @@ def test_traces_are_dropped_only_after_their_breakdown(tmp_path, state, left):
     drop_traces(run)
     assert sorted(p.name for p in folder.iterdir()) == left
     assert run.manifest["captures"]["c1"].get("dropped", False) == (state == "ok")
+
+
+def test_a_server_that_is_not_as_it_was_found_is_in_the_manifest(places):
+    class Broken:
+        def close(self):
+            raise K25Error("it died while starting: no room")
+
+    run = Run.create("x", settings={}, title="x", phases={})
+    Runner(run, [], Settings(), Broken(), say=str).go()
+    assert run.manifest["server_error"] == "it died while starting: no room"
+    Broken.close = lambda self: None
+    Runner(run, [], Settings(), Broken(), say=str).go()
+    assert run.manifest["server_error"] == ""

@@ -1,6 +1,7 @@
 """A campaign that restarts a real server by itself: normal, stopped, with its profiler, normal again."""
 
 import json
+import os
 import shlex
 import sys
 
@@ -18,40 +19,39 @@ pytestmark = pytest.mark.slow
 KEY = "a-key-that-nobody-may-read"
 
 
-@pytest.fixture
-def server(tmp_path, monkeypatch):
-    """Real vLLM that asks for a key, and its [control]; the first start with a profiler fails."""
-    monkeypatch.setenv("K25_API_KEY", KEY)
-    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """Real vLLM that asks for a key: (url, campaign file); the first start with a profiler fails."""
+    folder = tmp_path_factory.mktemp("server")
     embedded = Embedded(PROJECT)
     port = free_port()
     python, _, _, *words = embedded.command(embedded.install(), port)
     exports = [f"export {name}={shlex.quote(value)}\n" for name, value in embedded.environment().items()]
-    program = tmp_path / "vllm"
+    program = folder / "vllm"
     program.write_text(
-        "#!/bin/sh\n" + "".join(line for line in exports if "API_KEY" not in line) + "unset PYTHONPATH\n"
-        f'case "$*" in *--help=all*) ;; *--profiler-config*) [ -e {tmp_path}/failed ] || {{ touch {tmp_path}/failed; '
+        "#!/bin/sh\n" + "".join(exports) + "unset PYTHONPATH VLLM_API_KEY\n"
+        f'case "$*" in *--help=all*) ;; *--profiler-config*) [ -e {folder}/failed ] || {{ touch {folder}/failed; '
         'echo "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 896.00 MiB"; exit 1; };; esac\n'
         f'exec {python} -m vllm.entrypoints.cli.main "$@"\n'
     )
     program.chmod(0o755)
-    control = {"command": shlex.join([str(program), *words, "--api-key", KEY]), "log": str(tmp_path / "serve.log")}
+    url, log = f"http://127.0.0.1:{port}", str(folder / "serve.log")
+    control = {"command": shlex.join([str(program), *words, "--api-key", KEY]), "log": log}
+    campaign = folder / "campaign.toml"
+    campaign.write_text(
+        f"[server]\nurl = {json.dumps(url)}\ntraces = {json.dumps(str(folder / 'traces'))}\n[control]\n"
+        + "".join(f"{key} = {json.dumps(value)}\n" for key, value in control.items())
+    )
     keeper = Control(control, allowed=True)
-    url = f"http://127.0.0.1:{port}"
-    keeper.bring_up(url)
-    yield url, control
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("K25_API_KEY", KEY)
+        keeper.bring_up(url)
+        yield url, campaign
     keeper.stop()
 
 
 def test_a_campaign_restarts_its_server_and_puts_it_back(server, tmp_path):
-    url, control = server
-    campaign = tmp_path / "campaign.toml"
-    campaign.write_text(
-        f"[server]\nurl = {json.dumps(url)}\ntraces = {json.dumps(str(tmp_path / 'traces'))}\n[control]\n"
-    )
-    with campaign.open("a") as file:
-        file.writelines(f"{key} = {json.dumps(value)}\n" for key, value in control.items())
-
+    url, campaign = server
     dry = k25(tmp_path, "run", "--campaign", campaign, "--allow-restart", "--dry-run", *SMALL)
     would = [line.split(" ", 2)[2] for line in dry.stdout.splitlines() if line.startswith("would run")]
     assert [("kill -TERM" in line, "--profiler-config" in line) for line in would] == [
@@ -81,3 +81,19 @@ def test_a_campaign_restarts_its_server_and_puts_it_back(server, tmp_path):
     texts += [path.read_bytes().decode(errors="replace") for path in (tmp_path / "runs").rglob("*") if path.is_file()]
     texts += [path.read_text() for path in (tmp_path / "reports").rglob("*") if path.is_file()]
     assert len(texts) > 20 and not [text for text in texts if KEY in text]
+
+
+def test_a_capture_under_nsys(server, tmp_path, monkeypatch):
+    """The deep dive on the same server; nsys is a stand-in."""
+    url, campaign = server
+    nsys = tmp_path / "nsys"
+    nsys.write_text(f'#!/bin/sh\nexec {sys.executable} {PROJECT / "tests" / "server" / "nsys.py"} "$@"\n')
+    nsys.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    words = ["--only", "01,05", "--set", "capture.profiler=nsys", *SMALL]
+    done = k25(tmp_path, "run", "--campaign", campaign, "--allow-restart", *words)
+    assert done.returncode == 0, done.stderr
+    records = only_run(tmp_path).manifest["captures"]
+    files = {name: [(f["file"], f["rank"]) for f in record["files"]] for name, record in records.items()}
+    assert files == {f"c{c}": [(f"k25.{n}.sqlite", rank) for rank in (0, 1)] for n, c in ((1, 1), (2, 8))}
+    assert not Client(url).has_profiler()
