@@ -128,7 +128,10 @@ class Controlled(External):
         return [redact(control.command(action)) for control, action in commands]
 
     def up(self, profiler=False):
-        """As it is, or started again: with its profiler if that is needed and missing."""
+        """As it is, or started again: if it has died, or with its profiler if that is needed and missing."""
+        if self.mode != "stopped" and not self.control.running():
+            say("its process has gone")
+            self.mode = "stopped"
         found = self.mode == "normal" and self.profiler == "torch" and profiler and self.client.has_profiler()
         if self.mode == "stopped" or (profiler and self.mode == "normal" and not found):
             self._switch("profiling" if profiler else "normal")

@@ -81,6 +81,17 @@ def test_back_to_normal_after_a_failure_in_a_notebook(running, tmp_path, capsys)
     assert not Client(settings.url).has_profiler()
 
 
+def test_a_server_that_died_is_started_again(running):
+    settings, control = running
+    server = Controlled(settings, control)
+    os.kill(process.find(process.port_of(settings.url))["pid"], 9)
+    while server.control.running():
+        pass
+    assert server.died() == "its process has gone; look at its log"
+    server.up()
+    assert Client(settings.url).ready() == "tiny-kimi-k2.5"
+
+
 def test_a_server_that_can_not_be_put_back_is_told(running, monkeypatch):
     settings, control = running
     server = Controlled(settings, control)
