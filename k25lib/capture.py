@@ -20,7 +20,7 @@ from pathlib import Path
 from isal import isal_zlib
 
 from k25lib.client import Client
-from k25lib.errors import K25Error
+from k25lib.errors import K25Error, UsageError
 from k25lib.load.sweep import send
 
 METHOD = 1  # goes up when a number of a capture would change
@@ -43,6 +43,8 @@ def capture(url, model, traces, target, *, concurrency, requests, input_tokens, 
     is stopped in any case.
     """
     say = say or (lambda text: print(text, file=sys.stderr, flush=True))
+    if profiler not in WRITTEN:
+        raise UsageError(f"the profiler is {' or '.join(WRITTEN)}, not {profiler!r}")
     client, traces, target = Client(url), Path(traces), Path(target)
     if not traces.is_dir():
         raise K25Error(
