@@ -8,10 +8,12 @@ import subprocess
 import time
 import tomllib
 import weakref
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryFile, mkdtemp
 
+from k25lib.client import Client, ServerDown
 from k25lib.errors import K25Error, UsageError
 from k25lib.redaction import redact
 from k25lib.server import process
@@ -21,6 +23,7 @@ from k25lib.server.watch import LogCommand, wait_until_ready
 STRINGS = ("start", "stop", "running", "mark", "logs", "exec", "python")
 VALUES = ("command", "log", "unit", "container", "cwd", "pid_file")
 STOP_LIMIT_S = 180.0
+SILENT_LIMIT_S = 60.0
 CHANGE_LIMIT_S = 7200.0  # some starts return only when the server is ready
 NSYS = "nsys profile --capture-range=cudaProfilerApi --capture-range-end=repeat --cuda-graph-trace=node -o"
 _CONFIG = re.compile(r"\s--profiler-config(?:\.\w+)?(?:=|\s+)(?:'[^']*'|\"(?:\\.|[^\"])*\"|\S+)")
@@ -204,6 +207,8 @@ class Control:
         for left in reversed(range(tries)):
             log = None
             try:
+                if not self.dry:
+                    _wait_until_silent(url)
                 log = self.start()
                 return wait_until_ready(url, log=log, **waiting) if log else ""
             except K25Error as error:
@@ -251,6 +256,16 @@ class Control:
                 file.seek(0)
                 setattr(done, name, file.read().decode("utf-8", errors="replace"))
         return done
+
+
+def _wait_until_silent(url):
+    """What the server has left behind (workers, a launcher's child) must not be taken for the one that is started."""
+    client, deadline = Client(url), time.monotonic() + SILENT_LIMIT_S
+    with suppress(ServerDown):
+        while client.health():
+            if time.monotonic() > deadline:
+                raise K25Error(f"a server still answers at {client.shown_url}, and it is not the one of [control]")
+            time.sleep(0.5)
 
 
 @cache

@@ -16,6 +16,7 @@ from ports import free_port
 
 from k25lib.client import Client
 from k25lib.errors import K25Error, UsageError
+from k25lib.server import control as control_module
 from k25lib.server import process
 from k25lib.server.control import Control, presets
 from k25lib.server.supervisor import start_time
@@ -142,6 +143,17 @@ def test_a_start_that_fails_the_first_time_is_tried_again(tmp_path, vllm, monkey
     monkeypatch.setenv("FAKE_VLLM", "die")
     with pytest.raises(K25Error, match="died while starting: ValueError: no room for the cache"):
         control.bring_up(url, every_s=0.05)
+
+
+def test_another_server_is_not_taken_for_the_one_that_is_started(tmp_path, vllm, monkeypatch):
+    command, url = vllm
+    monkeypatch.setattr(control_module, "SILENT_LIMIT_S", 0.1)
+    keeper = Control({"command": command, "log": str(tmp_path / "log")}, allowed=True, say=str)
+    keeper.bring_up(url, every_s=0.05)
+    other = Control({"command": command, "log": str(tmp_path / "another log")}, allowed=True, say=str)
+    with pytest.raises(K25Error, match=f"^a server still answers at {url}, and it is not the one of .control.$"):
+        other.bring_up(url)
+    keeper.stop()
 
 
 def test_nothing_is_restarted_unless_allowed(tmp_path):
