@@ -1,59 +1,79 @@
 """The capture protocol: warm up, start the profiler, send requests, stop, and trust only whole files.
 
 The profiler's endpoints answer with an empty body, and 200 does not mean that a trace exists: one whole file per rank
-of the capture's world size is the proof.
+of the capture's world size is the proof (under nsys: one report with kernels of every GPU).
 """
 
 import json
 import re
+import shlex
 import shutil
+import sqlite3
+import subprocess
 import sys
 import threading
 import time
-import zlib
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 
-from k25lib.client import Client, ProfilerRunning
-from k25lib.errors import K25Error
+from isal import isal_zlib
+
+from k25lib.client import Client
+from k25lib.errors import K25Error, UsageError
 from k25lib.load.sweep import send
 
 METHOD = 1  # goes up when a number of a capture would change
-TRACE = re.compile(r"\.(pt\.)?trace\.json(\.gz)?$")
+WRITTEN = {"torch": re.compile(r"\.(pt\.)?trace\.json(\.gz)?$"), "nsys": re.compile(r"\.nsys-rep$")}
 TABLE = re.compile(r"profiler_out.*\.txt$")
+DECODE = re.compile(rb'"user_annotation",\s*"name":\s*"execute_(?:\d+_)?context_0\([^"]*\)_generation_[1-9]')
 BYTES_PER_STEP_AND_RANK = 600_000  # gzipped, above what was seen: 56 kB on H200 at TP=2, 500 kB on eight PCIe GPUs
-SETTLE_S = 1.0  # a file whose size stands still this long has been written
-FILES_S = 120.0  # how long to wait, after stop has returned, for the last rank's file
+STACKS_FACTOR = 20  # with Python stacks traces are that much larger, and stopping takes ten times as long
+SETTLE_S = {"torch": 1.0, "nsys": 5.0}  # a file whose size stands still this long has been written
+FILES_S = {"torch": 120.0, "nsys": 900.0}  # how long to wait, after stop, for the last file; nsys makes it only then
 
 
 def capture(url, model, traces, target, *, concurrency, requests, input_tokens, output_tokens, world_size=0,
-            stop_timeout_s=900.0, say=None):  # fmt: skip
+            stacks=None, profiler="torch", stop_timeout_s=900.0, say=None):  # fmt: skip
     """Take one profiler capture of `requests` requests at `concurrency` and move its files into `target`.
 
-    Returns a dict: name, files (name, bytes, rank), tables, world_size, ranks, missing_ranks, times of start and stop
-    in s, and the mean TPOT in ms with and without the profiler. Raises K25Error if no whole trace came of it; the
-    profiler is stopped in any case.
+    `stacks`: whether the profiler records Python stacks, if known. Returns a dict: name, files (name, bytes, rank,
+    decode_steps, fault), tables, world_size, ranks, missing_ranks, when it started, how long start and stop took in s,
+    and the mean TPOT in ms with and without the profiler. Raises K25Error if no whole trace came of it; the profiler
+    is stopped in any case.
     """
     say = say or (lambda text: print(text, file=sys.stderr, flush=True))
+    if profiler not in WRITTEN:
+        raise UsageError(f"the profiler is {' or '.join(WRITTEN)}, not {profiler!r}")
     client, traces, target = Client(url), Path(traces), Path(target)
-    _check_folder(traces)
+    if not traces.is_dir():
+        raise K25Error(
+            f"the profiler's folder {traces} can't be seen from here: set capture.traces (or server.traces) to where "
+            "this machine sees the folder that the server writes to"
+        )
     if target.exists() and any(target.iterdir()):
         raise K25Error(f"{target} has files already: a capture never overwrites another; give it another name")
-    steps = requests * output_tokens
-    _check_disk(target, steps, max(world_size, 1))
+    if stacks:
+        say(f"the profiler records Python stacks: traces are {STACKS_FACTOR} times larger and stopping takes minutes; "
+            'start the server with "torch_profiler_with_stack":false')  # fmt: skip
+    steps, size = bounds(concurrency, requests, output_tokens, world_size, stacks)
+    say(f"about {steps} decode steps on {world_size or 'all'} ranks: at most {size / 1e9:.1f} GB of traces")
+    _check_disk(size, traces, target)
+    client.require_profiler(stop_timeout_s)
     load = {"input_tokens": input_tokens, "output_tokens": output_tokens, "api_key": None}
 
     say(f"warm-up: {requests} requests at C={concurrency}, profiler off")
     plain = send(url, model, requests, concurrency, **load)
+    before = _listing(traces, profiler)
     with _profiling(client, stop_timeout_s, say) as times:
-        before = _listing(traces)
         say(f"profiling {requests} requests at C={concurrency}, {output_tokens} tokens each")
         profiled = send(url, model, requests, concurrency, **load)
     say("waiting for the trace files to be whole")
-    files = _whole_files(traces, before, world_size)
+    files = _whole_files(traces, before, world_size, profiler)
     record = {
         "name": target.name,
         "method": METHOD,
+        "profiler": profiler,
         "concurrency": concurrency,
         "requests": requests,
         "input_tokens": input_tokens,
@@ -61,32 +81,38 @@ def capture(url, model, traces, target, *, concurrency, requests, input_tokens, 
         "tpot_ms": _mean_tpot(plain),
         "tpot_profiled_ms": _mean_tpot(profiled),
         **times,
-        **_move(files, target, world_size),
+        **_move(files, target, world_size, say),
     }
     (target / "capture.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return record
 
 
+def bounds(concurrency, requests, output_tokens, ranks=0, stacks=False):
+    """About how many decode steps a capture has, and the most bytes that its traces may take."""
+    steps = -(-requests // concurrency) * (output_tokens - 1)
+    each = BYTES_PER_STEP_AND_RANK * (STACKS_FACTOR if stacks else 1)
+    return steps, (steps + requests) * max(ranks, 1) * each  # a prefill is a step too
+
+
 @contextmanager
 def _profiling(client, stop_timeout_s, say):
-    """The profiler runs inside the block, and is stopped whatever happens there. Yields a dict of times in s."""
-    times = {}
-    began = time.monotonic()
+    """The profiler runs inside the block, and is stopped whatever happens there. Yields a dict of times."""
+    times = {"started": datetime.now(UTC).isoformat(timespec="seconds")}
+    began, whole = time.monotonic(), False
     try:
         client.start_profile()
-    except ProfilerRunning:
-        say("the profiler runs already, from a session that was cut off: stopping it first")
-        client.stop_profile(stop_timeout_s)
-        client.start_profile()
-    times["start_s"] = round(time.monotonic() - began, 3)
-    try:
+        times["start_s"] = round(time.monotonic() - began, 3)
         yield times
+        whole = True
     finally:
         began = time.monotonic()
         done = threading.Event()
         threading.Thread(target=_tell_waiting, args=(done, began, stop_timeout_s, say), daemon=True).start()
         try:
             client.stop_profile(stop_timeout_s)
+        except K25Error:
+            if whole:  # else the first failure is the one to tell
+                raise
         finally:
             done.set()
         times["stop_s"] = round(time.monotonic() - began, 3)
@@ -97,100 +123,125 @@ def _tell_waiting(done, began, limit_s, say):
         say(f"the server is writing its traces: {time.monotonic() - began:.0f} s, at most {limit_s:.0f} s")
 
 
-def _check_folder(traces):
-    if not traces.is_dir():
-        raise K25Error(
-            f"the profiler's folder {traces} can't be seen from here: set capture.traces (or server.traces) to where "
-            "this machine sees the folder that the server writes to"
-        )
+def _check_disk(size, *folders):
+    needed = size + 200_000_000
+    for folder in folders:
+        place = next(p for p in (folder.resolve(), *folder.resolve().parents) if p.exists())
+        free = shutil.disk_usage(place).free
+        if free < needed:
+            raise K25Error(
+                f"the capture may need {needed / 1e9:.1f} GB and {place} has {free / 1e9:.1f} GB free: "
+                "free some, or take fewer requests or tokens"
+            )
 
 
-def _check_disk(target, steps, ranks):
-    place = next(p for p in target.resolve().parents if p.exists())
-    free, needed = shutil.disk_usage(place).free, steps * ranks * BYTES_PER_STEP_AND_RANK + 200_000_000
-    if free < needed:
-        raise K25Error(
-            f"the capture may need {needed / 1e9:.1f} GB and {place} has {free / 1e9:.1f} GB free: "
-            "free some, or take fewer requests or tokens"
-        )
-
-
-def _listing(folder):
+def _listing(folder, profiler):
     """Trace and table files of a folder: path -> (bytes, modification time in ns)."""
-    found = [p for p in folder.iterdir() if TRACE.search(p.name) or TABLE.search(p.name)]
+    found = [p for p in folder.iterdir() if WRITTEN[profiler].search(p.name) or TABLE.search(p.name)]
     return {p: (p.stat().st_size, p.stat().st_mtime_ns) for p in found}
 
 
-def _whole_files(traces, before, world_size):
+def _whole_files(traces, before, world_size, profiler):
     """The files that the capture wrote, once none of them grows: new ones, and tables written over."""
-    deadline = time.monotonic() + FILES_S
-    last, expected = None, world_size
+    deadline = time.monotonic() + FILES_S[profiler]
+    last = None
     while True:
-        now = {path: stat for path, stat in _listing(traces).items() if before.get(path) != stat}
-        found = [p for p in now if TRACE.search(p.name)]
-        if found and not expected:
-            expected = _head(found[0]).get("world_size") or 0
+        now = {path: stat for path, stat in _listing(traces, profiler).items() if before.get(path) != stat}
+        found = [p for p in now if WRITTEN[profiler].search(p.name)]
+        expected = (_head(found[0]).get("world_size") or world_size) if found and profiler == "torch" else 1
         if now and now == last and len(found) >= max(expected, 1):
             return sorted(now)
         if time.monotonic() > deadline:
             if found:
                 return sorted(now)  # some rank is missing: told with the capture
+            with_what = "run under nsys with --capture-range=cudaProfilerApi, its output in"
             raise K25Error(
-                f"the profiler was stopped, and no trace appeared in {traces} within {FILES_S:.0f} s: is that the "
-                "folder that the server was started with (torch_profiler_dir)?"
+                f"the profiler was stopped, and no trace appeared in {traces} within {FILES_S[profiler]:.0f} s: was "
+                f"the server {with_what if profiler == 'nsys' else 'started with torch_profiler_dir ='} that folder?"
             )
         last = now
-        time.sleep(SETTLE_S)
+        time.sleep(SETTLE_S[profiler])
 
 
-def _move(files, target, world_size):
+def _move(files, target, world_size, say):
     target.mkdir(parents=True, exist_ok=True)
-    moved, tables, broken = [], [], []
+    moved, tables = [], []
     for path in files:
         new = target / path.name
-        if TABLE.search(path.name):
-            shutil.move(path, new)
-            tables.append(new.name)
-            continue
-        head, fault = _head(path), _fault(path)
         shutil.move(path, new)
-        world_size = world_size or head.get("world_size") or 0
-        moved.append({"file": new.name, "bytes": new.stat().st_size, "rank": head.get("rank"), "fault": fault})
-        if fault:
-            broken.append(f"{new.name}: {fault}")
+        if TABLE.search(new.name):
+            tables.append(new.name)
+        elif WRITTEN["nsys"].search(new.name):
+            moved += _exported(new, say)
+        else:
+            head, (steps, fault) = _head(new), _read(new)
+            size = new.stat().st_size
+            moved.append({"file": new.name, "bytes": size, "rank": None, "decode_steps": steps, **head, "fault": fault})
+    broken = [f"{file['file']}: {file['fault']}" for file in moved if file["fault"]]
     if broken and len(broken) == len(moved):
         raise K25Error(f"no trace of the capture is whole ({broken[0]}); the files are in {target}")
+    if any([file.pop("stacks", False) for file in moved]):
+        say('the traces hold Python stacks: the profiled times are far off; use "torch_profiler_with_stack":false')
+    world_size = max(file.pop("world_size", 0) for file in moved) or world_size
     ranks = sorted({m["rank"] for m in moved if m["rank"] is not None and not m["fault"]})
     missing = [rank for rank in range(world_size) if rank not in ranks]
     return {"files": moved, "tables": tables, "world_size": world_size, "ranks": ranks, "missing_ranks": missing}
 
 
 def _head(path):
-    """rank and world_size from a trace's distributedInfo; {} if its first 64 kB have none."""
+    """rank, world_size and stacks of a trace, as its first 64 kB tell; what they do not tell is left out."""
     with path.open("rb") as file:
         data = file.read(65536)
     if data[:2] == b"\x1f\x8b":
-        data = zlib.decompressobj(wbits=31).decompress(data, 65536)
+        data = isal_zlib.decompressobj(wbits=31).decompress(data, 65536)
     found = re.search(rb'"distributedInfo":\s*\{[^{}]*', data)
     numbers = dict(re.findall(rb'"(rank|world_size)":\s*(\d+)', found[0])) if found else {}
-    return {key.decode(): int(value) for key, value in numbers.items()}
+    stacks = {"stacks": True} if re.search(rb'"with_stack":\s*1', data) else {}
+    return {**{key.decode(): int(value) for key, value in numbers.items()}, **stacks}
 
 
-def _fault(path):
-    """'' for a file whose gzip ends well and whose JSON closes; else what is wrong."""
-    tail = b""
+def _read(path):
+    """(decode steps marked in a trace, fault): fault is '' for a file whose gzip ends well and whose JSON closes."""
+    tail, steps = b"", 0
     with path.open("rb") as file:
         gz = file.read(2) == b"\x1f\x8b"
         file.seek(0)
-        inflate = zlib.decompressobj(wbits=31)
+        inflate = isal_zlib.decompressobj(wbits=31)
         try:
             while block := file.read(1 << 20):
-                tail = (tail + (inflate.decompress(block) if gz else block))[-64:]
-        except zlib.error as error:
-            return f"its compressed data is damaged ({error})"
+                text = tail + (inflate.decompress(block) if gz else block)
+                last = max((found.end() for found in DECODE.finditer(text)), default=0)
+                steps += len(DECODE.findall(text))
+                tail = text[max(last, len(text) - 256) :]
+        except isal_zlib.error as error:
+            return steps, f"its compressed data is damaged ({error})"
     if gz and not inflate.eof:
-        return "its compressed data ends early"
-    return "" if tail.rstrip()[-1:] in (b"}", b"]") else "its JSON is not closed"
+        return steps, "its compressed data ends early"
+    return steps, "" if tail.rstrip()[-1:] in (b"}", b"]") else "its JSON is not closed"
+
+
+def _exported(report, say):
+    """The files of an nsys report: exported to SQLite here if nsys is here, one row a GPU; else the report itself, and
+    how to export it is said."""
+    base = {"bytes": report.stat().st_size, "rank": None, "decode_steps": None, "fault": ""}
+    words = ["nsys", "export", "--type", "sqlite", "--output", str(report.with_suffix(".sqlite")), str(report)]
+    if not shutil.which("nsys"):
+        say(f"nsys is not here: where it is, run `{shlex.join(words)}`, then `k25 breakdown {words[5]}`")
+        return [{"file": report.name, **base}]
+    done = subprocess.run(words, capture_output=True, text=True)
+    database = Path(words[5])
+    if done.returncode or not database.is_file():
+        why = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["it said nothing"]
+        return [{"file": report.name, **base, "fault": f"nsys export failed: {why[0]}"}]
+    try:
+        with closing(sqlite3.connect(database)) as read:
+            rows = read.execute("SELECT DISTINCT deviceId FROM CUPTI_ACTIVITY_KIND_KERNEL ORDER BY 1").fetchall()
+    except sqlite3.DatabaseError as error:
+        return [{"file": database.name, **base, "fault": f"it has no kernels ({error})"}]
+    size = database.stat().st_size
+    return [{"file": database.name, **base, "bytes": size, "rank": device} for (device,) in rows] or [
+        {"file": database.name, **base, "fault": "it has no kernels"}
+    ]
 
 
 def _mean_tpot(rows):

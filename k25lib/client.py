@@ -25,10 +25,6 @@ class ProfilerMissing(K25Error):
     """The server runs without a profiler (404 on /start_profile)."""
 
 
-class ProfilerRunning(K25Error):
-    """The profiler runs already (409 on /start_profile)."""
-
-
 PROFILER_FLAG = (
     '--profiler-config \'{"profiler":"torch","torch_profiler_dir":"/ABSOLUTE/DIR",'
     '"torch_profiler_with_stack":false,"ignore_frontend":true}\''
@@ -182,13 +178,14 @@ class Client:
 
         return total("vllm:num_requests_running"), total("vllm:num_requests_waiting")
 
-    def has_profiler(self):
-        """True if the server has a profiler: then a stop without a start is 200 and does nothing, else 404."""
-        return self._call("POST", "/stop_profile", timeout_s=60.0).status_code != 404
+    def has_profiler(self, timeout_s=900.0):
+        """True if the server has a profiler. Asking ends a session that was cut off (0.26 would answer 200 to a second
+        start); without one, /stop_profile is 200 and does nothing, without a profiler 404."""
+        return self._call("POST", "/stop_profile", timeout_s=timeout_s).status_code != 404
 
-    def require_profiler(self):
+    def require_profiler(self, timeout_s=900.0):
         """Raises ProfilerMissing, with the flag to add, if the server has none."""
-        if not self.has_profiler():
+        if not self.has_profiler(timeout_s):
             raise self._no_profiler()
 
     def _no_profiler(self):
@@ -210,7 +207,7 @@ class Client:
         if answer.status_code == 404:
             raise self._no_profiler()
         if answer.status_code == 409:
-            raise ProfilerRunning(f"{self.shown_url}: the profiler runs already; POST /stop_profile ends it")
+            raise K25Error(f"{self.shown_url}: somebody else has started the profiler; POST /stop_profile ends it")
         if not answer.ok:
             raise K25Error(f"{self.shown_url}: POST {path} failed ({answer.status_code}): {_short(answer.text)}")
 

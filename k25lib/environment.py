@@ -12,7 +12,9 @@ PACKAGES = ("torch", "pandas", "plotly", "papermill")
 
 
 def machine():
-    """The machine: CPU, memory (bytes), kernel, Python and package versions, and its GPUs with driver and topology."""
+    """The machine: CPU, memory (bytes), kernel, Python and package versions; `gpus` (an empty list without), and with
+    GPUs `driver`, `cuda` and `topology` as NVML and nvidia-smi tell them."""
+    cards = gpus()
     return {
         "host": platform.node(),
         "cpu": _cpu_name(),
@@ -21,30 +23,37 @@ def machine():
         "os": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "packages": {name: found for name in PACKAGES if (found := _version(name))},
-        **gpus(),
+        "gpus": cards,
+        **({**_driver(), "topology": _topology()} if cards else {}),
     }
 
 
 def gpus():
-    """`gpus` (name, memory, clocks, power limit, throttle reasons of each), `driver`, `cuda`, `topology` as NVML and
-    nvidia-smi tell them; `gpus` is an empty list on a machine without."""
+    """The GPUs of this machine as NVML tells them: name, memory, clocks, power limit, throttle reasons of each; an
+    empty list on a machine without."""
+    return _nvml(lambda nvml: [_gpu(nvml, n) for n in range(nvml.nvmlDeviceGetCount())]) or []
+
+
+def _driver():
+    def ask(nvml):
+        cuda = nvml.nvmlSystemGetCudaDriverVersion()
+        return {"driver": nvml.nvmlSystemGetDriverVersion(), "cuda": f"{cuda // 1000}.{cuda % 1000 // 10}"}
+
+    return _nvml(ask) or {}
+
+
+def _nvml(ask):
+    """What `ask(pynvml)` returns; None on a machine without NVIDIA GPUs."""
     import pynvml
 
     try:
         pynvml.nvmlInit()
+        try:
+            return ask(pynvml)
+        finally:
+            pynvml.nvmlShutdown()
     except pynvml.NVMLError:
-        return {"gpus": []}
-    try:
-        found = [_gpu(pynvml, n) for n in range(pynvml.nvmlDeviceGetCount())]
-        cuda = pynvml.nvmlSystemGetCudaDriverVersion()
-        return {
-            "gpus": found,
-            "driver": pynvml.nvmlSystemGetDriverVersion(),
-            "cuda": f"{cuda // 1000}.{cuda % 1000 // 10}",
-            "topology": _topology(),
-        }
-    finally:
-        pynvml.nvmlShutdown()
+        return None
 
 
 def _gpu(nvml, index):

@@ -5,9 +5,11 @@ import re
 
 HIDDEN = "***"
 _NAME = (
-    r"(?:[\w.-]{0,60}[_.-])?(?:api[_-]?keys?|tokens?|passwords?|passwd|passphrase|secrets?"
-    r"|(?:access|secret|private)[_-]?key)"
+    r"(?:[\w.-]{0,60}[_.-])?(?:api[ _-]?keys?|tokens?|pass(?:words?|wd|phrase)|secrets?|credentials?|signature|cookie"
+    r"|authorization|(?:access|secret|private)[_-]?key)|\w{1,60}passw(?:or)?d|(?-i:(?:[A-Z0-9_]{0,60}_)?KEY)"
+    r"|(?-i:[A-Z0-9_]{0,60}_(?:PASS|PWD))"
 )
+_NAME = f"(?:{_NAME})"
 _NOT_SECRET = re.compile(
     r"(?i)(?:num|max|min|input|output|batched|prompt|completion|total|special|new|cached|stop)[\w-]*tokens?$|tokens$"
 )
@@ -19,17 +21,23 @@ _FORMS = re.compile(
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
     re.S,
 )
-_URL_LOGIN = re.compile(r"(\b\w[\w+.-]{0,20}://)[^\s/@'\"]+@")
-_HEADER = re.compile(r"(?i)\b(bearer|basic)(\s+)(?=[\w.~+/=-]*[\d+/=._-])[\w.~+/=-]{6,}")
+_URL_LOGIN = re.compile(r"(\b\w[\w+.-]{0,20}://)[^\s/?#'\"]+@")
+_URL_QUERY = re.compile(r"(?i)([?&](?:key|sig|auth|code)=)[^&\s'\"]+")
+_HEADER = re.compile(
+    r"(?i)\b((?:authorization|cookie)\\*['\"]?\s*[:=]\s*\\*['\"]?(?:(?:bearer|basic|token|digest)\s+)?)[^\s'\"][^'\"\r\n}]*"
+    r"|\b((?:bearer|basic)\s+)(?=[\w.~+/=-]*[\d+/=._-])[\w.~+/=-]{6,}"
+)
 _LOGIN_FLAG = re.compile(
     r"\b((?:curl|wget)\b[^\n|;]{0,500}?\s(?:-u|--user)[ =]|sshpass\s+-p\s*|docker login\b[^\n|;]{0,500}?\s-p[ =])(\S+)"
 )
+_QUOTED = r"'[^']*'(?:\"'\"'[^']*')*|\"[^\"]*\""  # a shell's word; 'it'"'"'s' is one
 _FLAG = re.compile(
-    rf"(?i)(?<![\w-])(--{_NAME})((?:=|\s+)(?:'[^']*'|\"[^\"]*\"|[^\s\"',;|&)\]}}]+)(?: +(?!-)[^\s\"',;|&)\]}}]+)*)"
+    rf"(?i)(?<![\w-])(--{_NAME})((?:=|\s+)(?:{_QUOTED}|[^\s\"']+)(?: +(?!-|\d?[<>])[^\s\"',;|&<>)\]}}]+)*)"
 )
 _LIST_FLAG = re.compile(rf"(?i)(['\"])(--{_NAME})\1(\s*,\s*)(['\"])(?!-)(.*?)\4")
 _ASSIGN = re.compile(
-    rf"(?i)(?<![\w-])(['\"]?)({_NAME})\1(\s*[=:]\s*)(\[[^\]\n]*\]|'[^'\n]*'|\"[^\"\n]*\"|[^\s,;&'\"\])}}]+)"
+    rf"(?i)(?<![\w-])(\\*['\"]?)({_NAME})\1(\s*[=:]\s*)"
+    r"(\[[^\]\n]*\]|\([^)\n]*\)|(\\*['\"])[^\n]*?\5|[^\s,;&'\"\])}]+)"
 )
 
 
@@ -40,7 +48,8 @@ def redact(text):
         text = text.replace(value, HIDDEN)
     text = _FORMS.sub(HIDDEN, text)
     text = _URL_LOGIN.sub(rf"\1{HIDDEN}@", text)
-    text = _HEADER.sub(rf"\1\2{HIDDEN}", text)
+    text = _URL_QUERY.sub(rf"\1{HIDDEN}", text)
+    text = _HEADER.sub(lambda m: f"{m[1] or m[2]}{HIDDEN}", text)
     text = _LOGIN_FLAG.sub(rf"\1{HIDDEN}", text)
     text = _LIST_FLAG.sub(
         lambda m: m[0] if _harmless(m[2], m[5]) else f"{m[1]}{m[2]}{m[1]}{m[3]}{m[4]}{HIDDEN}{m[4]}", text
@@ -81,14 +90,12 @@ def _own_secrets():
 
 
 def _harmless(name, value):
-    return not is_secret(name) or value.strip(" '\"").lower() in _NOTHING
+    return not is_secret(name) or value.strip(" '\"\\").lower() in _NOTHING
 
 
 def _assigned(match):
-    quote, name, sign, value = match.groups()
-    if _harmless(name, value) or (":" in sign and not quote and value[0] not in "'\"["):
-        plain = ":" in sign and not quote and not _harmless(name, value) and re.search(r"\d", value) and len(value) >= 8
-        if not plain:  # prose such as "token: the smallest unit" stays
-            return match[0]
-    edge = value[0] if value[0] in "'\"" else ""
+    quote, name, sign, value, edge = match.groups(default="")
+    prose = ":" in sign and not quote and value[0] not in "'\"[(\\"  # such as "token: the smallest unit"
+    if _harmless(name, value) or (prose and not (re.search(r"\d", value) and len(value) >= 8)):
+        return match[0]
     return f"{quote}{name}{quote}{sign}{edge}{HIDDEN}{edge}"

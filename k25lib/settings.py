@@ -54,6 +54,11 @@ class Settings:
     notebooks: dict = field(default_factory=dict)
     embedded: dict = field(default_factory=dict)
 
+    @property
+    def profiler(self):
+        """The profiler that captures are taken with: torch or nsys."""
+        return self.notebooks.get("capture", {}).get("profiler", "torch")
+
     def parameters(self, table, embedded=False):
         """The parameters set for one notebook; with the embedded server its own values win."""
         own = self.embedded.get(table, {}) if embedded else {}
@@ -87,12 +92,11 @@ def from_tree(tree):
         raise UsageError("campaign.name names files: letters, digits, dots, dashes and underscores only")
     notebooks = {name: _table(tree.get(name, {}), name) for name in NOTEBOOKS}
     control = _table(tree.get("control", {}), "control")
-    return Settings(
-        **made,
-        control=control,
-        notebooks=notebooks,
-        embedded={n: _table(v, f"embedded.{n}") for n, v in embedded.items()},
-    )
+    embedded = {n: _table(v, f"embedded.{n}") for n, v in embedded.items()}
+    settings = Settings(**made, control=control, notebooks=notebooks, embedded=embedded)
+    if settings.profiler not in ("torch", "nsys"):
+        raise UsageError(f"capture.profiler is torch or nsys, not {settings.profiler!r}")
+    return settings
 
 
 def to_tree(settings):

@@ -3,7 +3,7 @@
 import signal
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import nbformat
 from k25lib.campaign.execute import NotebookFailed, checked_parameters, execute
 from k25lib.campaign.report import write_report
 from k25lib.campaign.servers import Unavailable
+from k25lib.client import Client
 from k25lib.environment import machine
 from k25lib.errors import K25Error
 from k25lib.redaction import redact
@@ -46,6 +47,7 @@ class Runner:
         for phase in self.phases:
             if phase in chosen or phase.name not in states:
                 self._state(phase, "pending", question=_question(phase.notebook))
+        self.run.update(server_error="")
         try:
             with _sigterm_as_exit():
                 for phase in chosen:
@@ -85,7 +87,14 @@ class Runner:
             died = self.server.died() if phase.needs in SERVED else ""
             why = f"{error}; the server died: {died}" if died else str(error)
         finally:
+            if state != "ok" and phase.needs == "profiler":
+                self._end_profiler()
             self._state(phase, state, why, seconds=round(time.monotonic() - began, 1))
+
+    def _end_profiler(self):
+        """A kernel that was killed has left the profiler running, and the server slow."""
+        with suppress(K25Error):
+            Client(self.run.manifest["server"]["url"]).has_profiler(timeout_s=300.0)
 
     def _prepare(self, phase):
         """Have what the phase needs, or raise Unavailable (a reason to skip) or K25Error (a failure)."""

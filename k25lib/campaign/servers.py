@@ -5,22 +5,27 @@ The runner asks the same four things of each: `up` (facts for the manifest), `fr
 """
 
 import fcntl
+import math
 import os
+import re
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
-from k25lib.client import Client
+from k25lib.client import Client, ProfilerMissing
 from k25lib.environment import gpus
-from k25lib.errors import K25Error
+from k25lib.errors import K25Error, UsageError
+from k25lib.redaction import HIDDEN, redact
 from k25lib.run import PROJECT, runs_root
 from k25lib.server import process
 from k25lib.server.control import Control
 from k25lib.server.embedded import Embedded
-from k25lib.server.identity import discover
+from k25lib.server.identity import discover, is_here
 from k25lib.server.vllm_cpu import cache_dir
 from k25lib.server.watch import LogFile, wait_until_ready
+from k25lib.settings import from_tree, load_settings
 
 
 class Unavailable(K25Error):
@@ -40,12 +45,17 @@ class External:
         self.gpus_are_free = gpus_are_free
         self.client = Client(settings.url)
 
-    def wait(self, limit_s):
-        """Wait until the server is ready, its stages told from its log if that is known."""
+    def wait(self, limit_s, control=None):
+        """Wait until the server is ready, its stages told from its log, if that is known or `control` can follow it."""
         log = self._facts().get("log")
-        starts = cache_dir(PROJECT) / "starts.json"
-        log = LogFile(log) if log else None
-        wait_until_ready(self.settings.url, model=self.settings.model, log=log, say=say, limit_s=limit_s, starts=starts)
+        log = LogFile(log) if log else Control(control).follow() if control else None
+        try:
+            seen = {"log": log, "probe": process.activity if is_here(self.settings.url) else None}
+            more = {"say": say, "starts": _starts(), "stuck_after_s": math.inf}  # nobody sees its CPUs here
+            wait_until_ready(self.settings.url, model=self.settings.model, limit_s=limit_s, **seen, **more)
+        finally:
+            if log:
+                log.close()
 
     def up(self, profiler=False):
         """Facts for the manifest once something answers at the URL and nobody else uses it; else a K25Error."""
@@ -70,11 +80,19 @@ class External:
             time.sleep(5)
 
     def free(self):
-        """Raises Unavailable on a GPU machine, where the server holds the GPUs."""
-        if gpus()["gpus"] and not self.gpus_are_free:
+        """Raises Unavailable where the server holds the GPUs, and where its GPUs are not this machine's."""
+        self._check_place(self.settings.python)
+        if gpus() and not self.gpus_are_free:
             raise Unavailable(
                 f"the server at {self.client.shown_url} holds the GPUs: with --allow-restart it is stopped for this, "
                 "with --gpus-are-free it runs all the same"
+            )
+
+    def _check_place(self, python):
+        if not python and not is_here(self.client.url):
+            raise Unavailable(
+                f"the server at {self.client.shown_url} is on another machine: set server.python to what Python is "
+                'called with there, such as "ssh -o BatchMode=yes host /venv/bin/python"'
             )
 
     def died(self):
@@ -89,29 +107,46 @@ class Controlled(External):
     """A server that may be restarted: stopped for the microbenchmarks, started with a profiler for the captures, and
     put back to its normal configuration at the end, also after a failure."""
 
-    def __init__(self, settings, control, allowed=True, dry=False):
+    def __init__(self, settings, control, profiler="torch", allowed=True, dry=False):
         super().__init__(settings)
-        self.traces = settings.traces or str(cache_dir(PROJECT) / "traces")
+        if HIDDEN in str(control):
+            raise UsageError(
+                "this run's [control] held a secret, which a run never keeps: name an environment variable in its "
+                "place, or start a new run"
+            )
+        self.traces, self.profiler = settings.traces or str(cache_dir(PROJECT) / "traces"), profiler
         more = {"allowed": allowed, "dry": dry, "say": say}
-        self.control = Control(control, **more) if control else Control.of_url(settings.url, **more)
-        self.with_profiler = self.control.profiled(self.traces)  # looked up before anything is stopped
+        self.normal = Control(control, **more) if control else Control.of_url(settings.url, settings.log, **more)
+        self.profiling = self.normal.profiled(self.traces, profiler)  # looked up before anything is stopped
+        self.control = self.normal  # the one that runs or was stopped last
         self.mode = "normal"  # as it was found; then stopped, profiling, or normal again
+        self.python = ""
 
     def plan(self):
         """The commands of the whole campaign, in order, secrets redacted."""
-        stop, start = self.control.plan()
-        return [stop, self.control.plan(self.with_profiler)[1], stop, start]
+        commands = [(self.normal, "stop"), (self.profiling, "start"), (self.profiling, "stop"), (self.normal, "start")]
+        return [redact(control.command(action)) for control, action in commands]
 
     def up(self, profiler=False):
-        """As it is, or started again: with its profiler if that is needed and missing."""
-        if self.mode == "stopped" or (profiler and not self.client.has_profiler()):
+        """As it is, or started again: if it has died, or with its profiler if that is needed and missing."""
+        if self.mode != "stopped" and not self.control.running():
+            say("its process has gone")
+            self.mode = "stopped"
+        found = self.mode == "normal" and self.profiler == "torch" and profiler and self.client.has_profiler()
+        if self.mode == "stopped" or (profiler and self.mode == "normal" and not found):
             self._switch("profiling" if profiler else "normal")
-        own = {"traces": self.traces} if self.mode == "profiling" else {}
-        return {**own, **super().up()}  # the server's own word on its folder, where it can be heard, wins
+        own = {"traces": self.traces, "stacks": False} if self.mode == "profiling" else {}
+        self.python = self.settings.python or self.control.python()
+        told = {**own, **super().up()}  # the server's own word on its folder, where it can be heard, wins
+        if self.profiler == "nsys":
+            told |= own  # it knows nothing of nsys
+        return {**told, "python": self.python} if self.python else told
 
     def free(self):
         """Stop it; it is started again for the next phase that needs it."""
         if self.mode != "stopped":
+            self.python = self.python or self.settings.python or self.control.python()
+            self._check_place(self.python)
             self.control.stop()
             self.mode = "stopped"
 
@@ -127,14 +162,39 @@ class Controlled(External):
     def _switch(self, mode):
         say(f"restarting in the {'profiling' if mode == 'profiling' else 'normal'} configuration")
         self.control.stop()
-        self.mode = "stopped"
-        command = self.with_profiler if mode == "profiling" else None
+        self.mode, self.control = "stopped", self.profiling if mode == "profiling" else self.normal
         if not self.control.via:
             Path(self.traces).mkdir(parents=True, exist_ok=True)  # vLLM makes it only when it writes
-        probe = None if self.control.via else process.activity
-        starts = cache_dir(PROJECT) / "starts.json"
-        self.control.bring_up(self.settings.url, command, say=say, probe=probe, starts=starts)
+        self.control.bring_up(self.settings.url, starts=_starts())
         self.mode = mode
+
+
+@contextmanager
+def with_profiler(run, url, profiler="torch", allow_restart=False):
+    """Inside the block the server at `url` has its profiler; yields what is known of the server, a dict.
+
+    For a notebook: a server without one is restarted if `allow_restart`, by the run's (or campaign.toml's) [control],
+    and put back afterwards, also after a failure; else what a restart would run is said, and ProfilerMissing raised.
+    """
+    tree = run.manifest.get("settings")
+    settings = from_tree(tree) if tree else load_settings(PROJECT / "campaign.toml")
+    of_it = replace(settings.server, url=url), settings.control, profiler
+    known = run.manifest.get("server", {})
+    if not allow_restart:
+        try:
+            Client(url).require_profiler()
+        except ProfilerMissing:
+            with suppress(K25Error):
+                for command in Controlled(*of_it, allowed=False, dry=True).plan():
+                    say(f"with allow_restart = True this would run: {command}")
+            raise
+        yield known
+        return
+    server = Controlled(*of_it)
+    try:
+        yield {**known, **server.up(profiler=True)}
+    finally:
+        server.close()
 
 
 class Own:
@@ -168,12 +228,17 @@ class Own:
             self.server.stop()
 
 
+def _starts():
+    return cache_dir(PROJECT) / "starts.json"
+
+
 @contextmanager
-def alone(name):
-    """One campaign at a time on one server (`name`: host and port, or `embedded`): a second waits, and says so."""
+def alone(url):
+    """One campaign at a time on one server (`url`; "" is the embedded one): a second waits, and says so."""
+    shown = Client(url).shown_url.replace("localhost", "127.0.0.1") if url else "embedded"
     folder = runs_root() / ".locks"
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / f"{name}.lock").open("a+") as lock:
+    with (folder / f"{re.sub(r'[^A-Za-z0-9.]+', '-', shown)}.lock").open("a+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

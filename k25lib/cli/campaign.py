@@ -1,6 +1,5 @@
 """Commands: the campaign (`run`) and its report (`report`)."""
 
-import re
 import sys
 
 from k25lib.errors import UsageError
@@ -29,7 +28,6 @@ def run_campaign(args):
     from k25lib.campaign.plan import chosen_phases, default_phases, left
     from k25lib.campaign.runner import Runner, new_run, settings_of
     from k25lib.campaign.servers import External, alone
-    from k25lib.client import Client
     from k25lib.run import PROJECT, Run
     from k25lib.settings import load_settings, with_server
 
@@ -53,16 +51,15 @@ def run_campaign(args):
     runner.check()
     if args.dry_run:
         return _say_plan(chosen, settings, args)
-    name = "embedded" if embedded else re.sub(r"[^A-Za-z0-9.]+", "-", Client(settings.server.url).shown_url)
-    with alone(name):
+    with alone(settings.server.url):
         if args.wait and not embedded:
-            External(settings.server).wait(args.wait)
+            External(settings.server).wait(args.wait, settings.control)
         runner.server = _server(settings, args)
         runner.run = run = run or new_run(settings, ["k25", *sys.argv[1:]])
         print(f"run: {run.path}", file=sys.stderr)
         failed = runner.go(chosen)
     print(run.report_dir / "index.html")
-    return 1 if failed else 0
+    return 1 if failed or run.manifest.get("server_error") else 0
 
 
 def _server(settings, args):
@@ -71,7 +68,7 @@ def _server(settings, args):
     if not settings.server.url:
         return Own()
     if args.allow_restart:
-        return Controlled(settings.server, settings.control)
+        return Controlled(settings.server, settings.control, settings.profiler)
     return External(settings.server, args.gpus_are_free)
 
 
@@ -81,7 +78,7 @@ def _say_plan(chosen, settings, args):
     print("phases:", ", ".join(phase.name for phase in chosen))
     print("server:", settings.server.url or "the embedded one, stopped for the microbenchmarks")
     if args.allow_restart:
-        server = Controlled(settings.server, settings.control, allowed=False, dry=True)
+        server = Controlled(settings.server, settings.control, settings.profiler, allowed=False, dry=True)
         for command in server.plan():
             print("would run:", command)
 

@@ -43,7 +43,7 @@ def overview(run):
             for name, phase in sorted((manifest.get("phases") or {}).items())
         ],
         "summary": found,
-        "missing": [*_unfinished(manifest.get("phases") or {}), *found.get("missing", [])],
+        "missing": [*_unfinished(manifest), *found.get("missing", [])],
     }
 
 
@@ -115,10 +115,11 @@ def counted(values, always=True):
     return ", ".join(f"{n} × {text}" if (n := texts.count(text)) > 1 else text for text in dict.fromkeys(texts))
 
 
-def _unfinished(phases):
-    return [
+def _unfinished(manifest):
+    error = manifest.get("server_error")
+    return [f"the server could not be left as it was found: {error}"] * bool(error) + [
         f"{name} {_UNFINISHED[phase.get('state')]}" + (f": {phase['why']}" if phase.get("why") else "")
-        for name, phase in sorted(phases.items())
+        for name, phase in sorted((manifest.get("phases") or {}).items())
         if phase.get("state") in _UNFINISHED
     ]
 

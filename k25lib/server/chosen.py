@@ -34,10 +34,14 @@ def flags(log):
     return {key.value: _value(node) for key, node in zip(call.keys, call.values, strict=True)}
 
 
-def traces_folder(log):
-    """The folder that the profiler writes to, as the log tells it; None if it does not."""
-    found = re.search(r"torch_profiler_dir='([^']+)'", log[max(log.rfind("non-default args:"), 0) :])
-    return Path(found[1]) if found else None
+def profiler(log):
+    """What the log tells of the torch profiler: `traces`, the folder that it writes to, `stacks`, whether it records
+    Python stacks; {} if it tells nothing."""
+    start = log[max(log.rfind("non-default args:"), 0) :]
+    folder = re.search(r"torch_profiler_dir='([^']+)'", start)
+    stacks = re.search(r"torch_profiler_with_stack=(True|False)", start)
+    told = {"traces": folder[1]} if folder else {}
+    return {**told, "stacks": stacks[1] == "True"} if folder and stacks else told
 
 
 def _value(node):

@@ -8,43 +8,46 @@ import subprocess
 import time
 import tomllib
 import weakref
-from contextlib import contextmanager
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryFile, mkdtemp
-from urllib.parse import urlsplit
 
+from k25lib.client import Client, ServerDown
 from k25lib.errors import K25Error, UsageError
 from k25lib.redaction import redact
 from k25lib.server import process
 from k25lib.server.supervisor import start_time
 from k25lib.server.watch import LogCommand, wait_until_ready
 
-STRINGS = ("start", "start_profiling", "stop", "running", "mark", "logs", "exec")
+STRINGS = ("start", "stop", "running", "mark", "logs", "exec", "python")
 VALUES = ("command", "log", "unit", "container", "cwd", "pid_file")
 STOP_LIMIT_S = 180.0
+SILENT_LIMIT_S = 60.0
 CHANGE_LIMIT_S = 7200.0  # some starts return only when the server is ready
+NSYS = "nsys profile --capture-range=cudaProfilerApi --capture-range-end=repeat --cuda-graph-trace=node -o"
+_CONFIG = re.compile(r"\s--profiler-config(?:\.\w+)?(?:=|\s+)(?:'[^']*'|\"(?:\\.|[^\"])*\"|\S+)")
 
 
 class Control:
-    """One server's controls. `settings`: preset, the values that it needs, strings that replace its own, `via`.
+    """One server's controls. `settings`: preset, the values that it needs, strings that replace its own, `via`, and
+    `profiling`, a table of those that differ where the server runs with its profiler.
 
     Nothing that changes the server runs unless `allowed`; with `dry`, nothing runs at all and all is said. Every
     command is said (secrets redacted) before it runs. Bad settings raise UsageError, failing commands K25Error.
     """
 
     def __init__(self, settings, *, allowed=False, dry=False, say=print, environment=None):
-        settings = dict(settings)
-        name = settings.pop("preset", "") or "process"
+        name = settings.get("preset") or "process"
         if name not in presets():
             raise UsageError(f"control.preset {name!r} is unknown: there are {', '.join(presets())}")
-        unknown = [key for key in settings if key not in (*STRINGS, *VALUES, "via")]
+        known = ("preset", "via", "profiling", *VALUES, *STRINGS)
+        unknown = [key for key in (*settings, *settings.get("profiling", {})) if key not in known]
         if unknown:
-            known = ", ".join(("preset", "via", *VALUES, *STRINGS))
-            raise UsageError(f"[control] has no key {unknown[0]!r}: there are {known}")
+            raise UsageError(f"[control] has no key {unknown[0]!r}: there are {', '.join(known)}")
         preset = presets()[name]
-        self.preset, self.via = name, settings.get("via", "")
-        self.allowed, self.dry, self.say, self.environment = allowed, dry, say, environment
+        self.settings, self.via, self.environment, self.pid = settings, settings.get("via", ""), environment, None
+        self.allowed, self.dry, self.say = allowed, dry, say
         self.strings = {key: settings.get(key, preset.get(key, "")) for key in STRINGS}
         log = settings.get("log", "")
         self.values = {"cwd": ".", "pid_file": log and f"{log}.pid"}
@@ -57,8 +60,7 @@ class Control:
     def of_url(cls, url, log="", **more):
         """The control of the process that listens at the port of `url` on this machine; it is restarted as it was
         started, with its environment. Raises K25Error, with the right preset, where something else keeps it."""
-        parts = urlsplit(url)
-        port = parts.port or {"https": 443}.get(parts.scheme, 80)
+        port = process.port_of(url)
         found = process.find(port)
         if not found:
             raise K25Error(
@@ -78,71 +80,93 @@ class Control:
         pid_file = Path(folder) / "pid"
         pid_file.write_text(f"{found['pid']} {start_time(found['pid'])}\n", encoding="ascii")
         values = {"command": shlex.join(found["argv"]), "log": str(log), "cwd": found["cwd"], "pid_file": str(pid_file)}
-        control = cls({"preset": "process", **values}, environment=process.environment(found["pid"]), **more)
+        control = cls(values, environment=process.environment(found["pid"]), **more)
         weakref.finalize(control, shutil.rmtree, folder, ignore_errors=True)
         return control
 
-    def command(self, action, mark="", flags=()):
+    def command(self, action, mark=""):
         """The whole command of an action, as given to `sh -c`."""
-        values = {name: value if name == "command" else shlex.quote(str(value)) for name, value in self.values.items()}
-        if flags:
-            values["command"] += f" {shlex.join(flags)}"
-        return self._through(_fill(self.strings[action], {**values, "mark": shlex.quote(mark)}))
+        values = {**self.values, "mark": mark}
+        quoted = {name: value if name == "command" else shlex.quote(str(value)) for name, value in values.items()}
+        text = re.sub(r"\{([a-z_]+)\}", lambda match: quoted.get(match[1], match[0]), self.strings[action])
+        return f"{self.via} {shlex.quote(text)}" if self.via and action != "exec" else text
 
-    def plan(self, start=None):
-        """What a restart runs, in order, secrets redacted; `start`: a command of `profiled` instead of the normal."""
-        return [redact(self.command("stop")), redact(start or self.command("start"))]
-
-    def profiled(self, traces):
-        """The command that starts the server with its profiler, writing to the folder `traces` (as the server sees it).
-
-        The flag is looked up in the help of the installed version, so that no restart is wasted on a wrong one.
+    def profiled(self, traces, profiler="torch"):
+        """The control of the server with `profiler` (torch or nsys), writing to the folder `traces` (as the server sees
+        it). Raises K25Error if that can't be: the flag is looked up in the help of the installed version, nsys where
+        the server runs, so that no restart is wasted on a wrong one.
         """
-        config = {
-            "profiler": "torch",
-            "torch_profiler_dir": str(traces),
-            "torch_profiler_with_stack": False,
-            "ignore_frontend": True,
-        }
-        if self.strings["start_profiling"]:
-            return self.command("start_profiling")
-        flags = ("--profiler-config", json.dumps(config))
+        if self.settings.get("profiling"):
+            return self._with(**self.settings["profiling"])
+        torch = {"torch_profiler_dir": str(traces), "torch_profiler_with_stack": False, "ignore_frontend": True}
+        config = {"profiler": "torch", **torch} if profiler == "torch" else {"profiler": "cuda"}
+        flag = f"--profiler-config {shlex.quote(json.dumps(config))}"
         if "{command}" not in self.strings["start"]:
-            raise UsageError(f"set control.start_profiling: how is the server started with {shlex.join(flags)}?")
-        words = shlex.split(self.values["command"])
-        if any(word.startswith("--profiler-config") for word in words):
-            return self.command("start")
+            under = f"under `{NSYS} {traces}/k25` and " if profiler == "nsys" else ""
+            raise UsageError(f"set control.profiling: what differs where the server is started {under}with {flag}?")
+        normal = self.values["command"]
+        if profiler == "torch" and any("torch" in found for found in _CONFIG.findall(normal)):
+            return self
+        command = f"{_CONFIG.sub('', normal)} {flag}"
+        self._look_up_flag(shlex.split(normal), traces)
+        if profiler == "nsys":
+            command = f"{NSYS} {shlex.quote(f'{traces}/k25')} {command}"
+            self._look_for_nsys(command)
+        return self._with(command=command)
+
+    def _with(self, **settings):
+        more = {"allowed": self.allowed, "dry": self.dry, "say": self.say, "environment": self.environment}
+        return Control({**self.settings, **settings}, **more)
+
+    def _look_for_nsys(self, command):
+        if not self.dry and self.run(["nsys", "--version"]).returncode:
+            raise K25Error(
+                "nsys is not where the server runs: install Nsight Systems there, or start it where there is one by "
+                f"`{redact(command)}`, capture with `k25 run --url URL --only 01,05 --set capture.profiler=nsys`, and "
+                "read what comes back with `k25 breakdown FILE.sqlite`"
+            )
+
+    def _look_up_flag(self, words, traces):
         ends = [n for n, word in enumerate(words) if word == "serve" or word.endswith("api_server")]
         if not ends:
-            raise UsageError("control.command is no `vllm serve ...`: set control.start_profiling")
+            raise UsageError("control.command is no `vllm serve ...`: set control.profiling")
         ask = [*words[: ends[0] + 1], "--help=all"]
         if self.dry:
             self.say(f"would look --profiler-config up: {shlex.join(ask)}")
-            return self.command("start", flags=flags)
+            return
         told = self.run(ask, timeout_s=300)
         if "--profiler-config" in told.stdout:
-            return self.command("start", flags=flags)
+            return
         if told.returncode:
             raise K25Error(f"vLLM's help can't be read ({_last(told.stderr)}): is control.command right?")
         raise K25Error(
-            "this vLLM has no --profiler-config: set control.start_profiling to a start with the environment variable "
+            "this vLLM has no --profiler-config: set control.profiling to a command with the environment variable "
             f"VLLM_TORCH_PROFILER_DIR={traces}"
         )
 
     def running(self):
-        """True while the server's process lives. Raises K25Error if its host can't be reached."""
+        """True while the server's process lives; `pid` is its process then. Raises K25Error if its host can't be
+        reached."""
         done = self._sh(self.command("running"), 60)
         if done.returncode == 255 and self.via:  # ssh's own failure
             raise K25Error(f"the server's host can't be reached: {redact(_last(done.stderr))}")
+        told = done.stdout.strip()
+        self.pid = int(told) if told.isdigit() and not self.via else None
         return done.returncode == 0
 
-    def exec_prefix(self):
-        """The words before a command that must run where the server runs (such as `docker exec NAME`)."""
-        return [*shlex.split(self.via), *shlex.split(self._inner_prefix())]
+    def python(self):
+        """The words before a Python program's arguments where the server's GPUs are, also once it is stopped; '' if
+        that can't be told. Ask while the server runs."""
+        done = self._sh(self.command("python"), 60)
+        words = done.stdout.strip()
+        if "python" not in words or (self.via and Path(shlex.split(self.via)[0]).name != "ssh"):
+            return ""  # other ways in than ssh take one word, not a program's arguments
+        return f"{self.via} {words}".strip()
 
     def run(self, words, timeout_s=60.0):
-        """Run a command where the server runs; a CompletedProcess with text output."""
-        return self._sh(self._through(f"{self._inner_prefix()} {shlex.join(words)}".strip()), timeout_s)
+        """Run a command where the server runs (in its container, on its host); a CompletedProcess with text output."""
+        inside = f"{self.command('exec')} {shlex.join(words)}".strip()
+        return self._sh(f"{self.via} {shlex.quote(inside)}" if self.via else inside, timeout_s)
 
     def stop(self):
         """Stop the server and wait until its process has gone."""
@@ -155,29 +179,38 @@ class Control:
                 raise K25Error(f"the server was told to stop, and still runs after {STOP_LIMIT_S:.0f} s")
             time.sleep(0.2)
 
-    def start(self, command=None):
-        """Start the server, by `command` (of `profiled`) or as it normally is; returns its log from here on, which has
-        `read()` and `close()`; None in a dry run."""
-        command = command or self.command("start")
+    def start(self):
+        """Start the server; returns its log from here on, which has `read()` and `close()`; None in a dry run."""
+        command = self.command("start")
         if self.dry:
             return self._change(command)
         self._check_allowed(command)
         if self.running():
             raise K25Error("the server runs already: stop it first")
-        mark = self._sh(self.command("mark"), 60).stdout.strip()
+        log_from_here = self._log_from_here()
         self._change(command)
-        return LogCommand(self.command("logs", mark=mark or "0"))
+        return LogCommand(log_from_here)
 
-    def bring_up(self, url, command=None, tries=2, **waiting):
+    def follow(self):
+        """The server's log from here on, as `start` returns it, of a server that something else starts."""
+        return LogCommand(self._log_from_here())
+
+    def _log_from_here(self):
+        return self.command("logs", mark=self._sh(self.command("mark"), 60).stdout.strip() or "0")
+
+    def bring_up(self, url, tries=2, **waiting):
         """Start the server and wait until it is ready (`waiting`: arguments of wait_until_ready); returns the model's
         id, '' in a dry run. A start that fails is told, and tried again."""
         if not self.dry and self.running():
             raise K25Error("the server runs already: stop it first")
+        waiting = {"alive": self._lives, "probe": self._signs, "say": self.say, **waiting}
         for left in reversed(range(tries)):
             log = None
             try:
-                log = self.start(command)
-                return wait_until_ready(url, log=log, alive=self._lives, **waiting) if log else ""
+                if not self.dry:
+                    _wait_until_silent(url)
+                log = self.start()
+                return wait_until_ready(url, log=log, **waiting) if log else ""
             except K25Error as error:
                 if not left or not self.allowed:
                     raise
@@ -188,23 +221,14 @@ class Control:
                     log.close()
         return ""
 
-    @contextmanager
-    def profiling(self, url, traces, **waiting):
-        """Inside the block the server runs with its profiler; afterwards, also after a failure, as it normally does."""
-        command = self.profiled(traces)
-        self.stop()
-        try:
-            self.bring_up(url, command, **waiting)
-            yield
-        finally:
-            self.stop()
-            self.bring_up(url, **waiting)
-
     def _lives(self):
         try:
             return self.running()
         except K25Error:
             return None  # the way to its host is broken: that says nothing of the server
+
+    def _signs(self):
+        return {} if self.via else process.activity(self.pid)
 
     def _change(self, command):
         self._check_allowed(command)
@@ -218,12 +242,6 @@ class Control:
     def _check_allowed(self, command):
         if not self.allowed and not self.dry:
             raise K25Error(f"the server is not restarted without --allow-restart; it would run: {redact(command)}")
-
-    def _inner_prefix(self):
-        return _fill(self.strings["exec"], {name: shlex.quote(str(value)) for name, value in self.values.items()})
-
-    def _through(self, command):
-        return f"{self.via} {shlex.quote(command)}" if self.via else command
 
     def _sh(self, command, timeout_s):
         with TemporaryFile() as out, TemporaryFile() as err:  # not pipes: a server left behind would hold them open
@@ -240,14 +258,20 @@ class Control:
         return done
 
 
+def _wait_until_silent(url):
+    """What the server has left behind (workers, a launcher's child) must not be taken for the one that is started."""
+    client, deadline = Client(url), time.monotonic() + SILENT_LIMIT_S
+    with suppress(ServerDown):
+        while client.health():
+            if time.monotonic() > deadline:
+                raise K25Error(f"a server still answers at {client.shown_url}, and it is not the one of [control]")
+            time.sleep(0.5)
+
+
 @cache
 def presets():
     """The presets: name -> strings and `about`."""
     return tomllib.loads(Path(__file__).with_name("presets.toml").read_text(encoding="utf-8"))
-
-
-def _fill(text, values):
-    return re.sub(r"\{([a-z_]+)\}", lambda match: str(values.get(match[1], match[0])), text)
 
 
 def _last(text):

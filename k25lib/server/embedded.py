@@ -4,17 +4,16 @@ import json
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
-import time
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
 from k25lib.errors import K25Error
 from k25lib.redaction import redact
-from k25lib.server import startup, supervisor, vllm_cpu
+from k25lib.server import process, startup, supervisor, vllm_cpu
 from k25lib.server.watch import LogFile, wait_until_ready
 
 MODEL = "tiny-kimi-k2.5"
@@ -37,27 +36,18 @@ class Embedded:
     `log`, `pid`. A second `start()` keeps the folder, and the port if it is still free.
     """
 
+    model, tp = MODEL, TP
+
     def __init__(self, root, profiler=True, extra_args=(), port=0):
         self.root = Path(root).resolve()
         self.profiler, self.extra_args, self.asked_port = profiler, list(extra_args), port
-        self.model, self.tp = MODEL, TP
-        self.url = self.python = self.config = self.traces = self.log = self.pid = self.folder = None
-        self._process, self._state, self._log_start = None, {}, 0
+        self.url = self.python = self.config = self.traces = self.log = self.folder = None
+        self._process, self._log_start = None, 0
 
-    @classmethod
-    def find(cls, root, url=None):
-        """The embedded server of `root` that runs now (with this `url`, if given; else the newest), or None.
-
-        It may belong to another process: it can be looked at and stopped from here.
-        """
-        for path in sorted(_servers(root).glob("*/state.json"), reverse=True):
-            state = _read(path)
-            if state and _runs(state) and url in (None, state["url"]):
-                found = cls(root)
-                found.folder = path.parent
-                found._adopt(state)
-                return found
-        return None
+    @property
+    def pid(self):
+        """The process of vLLM; None before it has one."""
+        return self._state().get("pid")
 
     def start(self, on_stage=None, limit_s=900.0):
         """Make what is missing, start the server, wait until it has made a token, and return self.
@@ -95,27 +85,22 @@ class Embedded:
         return model
 
     def stop(self):
-        """End the server, whoever started it, and wait until nothing of it is left. Harmless if it has ended."""
-        state = self._refresh()
-        if not self.is_alive():
-            return
-        os.kill(self._process.pid if self._process else state["supervisor"], signal.SIGTERM)
-        deadline = time.monotonic() + state["grace_s"] + 10
-        while self.is_alive() and time.monotonic() < deadline:
-            time.sleep(0.02)
+        """End the server and wait until nothing of it is left. Harmless if it has ended."""
+        if self.is_alive():
+            self._process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(self._state()["grace_s"] + 10)
 
     def is_alive(self):
         """True while the server's processes live (that it makes tokens is `Client.ready`'s to say)."""
-        if self._process:
-            return self._process.poll() is None
-        return _runs(self._refresh())
+        return self._process is not None and self._process.poll() is None
 
     def why_died(self):
         """The last error of the server's log in one line, or how it ended; '' while it lives."""
         if self.is_alive():
             return ""
         error = redact(startup.last_error(self._own_log()))
-        return error or self._refresh().get("ended") or "its supervisor was killed"
+        return error or self._state().get("ended") or "its supervisor was killed"
 
     def __enter__(self):
         return self if self.is_alive() else self.start()
@@ -125,82 +110,68 @@ class Embedded:
 
     def _launch(self, model, port):
         if self.folder is None:
-            servers = _servers(self.root)
-            stem = f"{datetime.now(UTC):%Y-%m-%dT%H%M%S.%f}-{os.getpid()}"
-            self.folder = servers / stem
-            (self.folder / "traces").mkdir(parents=True)
-        log = self.folder / "serve.log"
-        self._log_start = log.stat().st_size if log.exists() else 0
-        description = {
-            "url": f"http://127.0.0.1:{port}",
-            "model": MODEL,
-            "tp": TP,
-            "python": str(self.python),
-            "config": str(self.config),
-            "traces": str(self.folder / "traces"),
-            "log": str(log),
-            "log_start": self._log_start,
-            "owner": os.getpid(),
-            "grace_s": GRACE_S,
-            "shared_memory": {},
-        }
-        state = self.folder / "state.json"
-        state.write_text(json.dumps(description), encoding="utf-8")
+            self.folder = _servers(self.root) / f"{datetime.now(UTC):%Y-%m-%dT%H%M%S.%f}-{os.getpid()}"
+            self.traces, self.log = self.folder / "traces", self.folder / "serve.log"
+            self.traces.mkdir(parents=True)
+        self.url = f"http://127.0.0.1:{port}"
+        self._log_start = self.log.stat().st_size if self.log.exists() else 0
+        state = {"log": str(self.log), "owner": os.getpid(), "grace_s": GRACE_S, "shared_memory": {}}
+        (self.folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
+        command = self.command(model, port, self.traces if self.profiler else None)
+        words = [sys.executable, supervisor.__file__, str(self.folder), *command, *self.extra_args]
+        with self.log.open("ab") as output:
+            self._process = subprocess.Popen(
+                words, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                start_new_session=True, env=self.environment(), cwd=self.folder,
+            )  # fmt: skip
+
+    def command(self, model, port, traces=None):
+        """The words that start vLLM with the tiny model at `port`, its profiler writing to `traces` if given."""
         command = [
             self.python, "-m", "vllm.entrypoints.cli.main", "serve", model, "--served-model-name", MODEL,
             "--host", "127.0.0.1", "--port", port, "--tensor-parallel-size", TP, "--max-model-len", 2048,
             "--max-num-seqs", 64, "--enforce-eager", "--language-model-only", "--kv-cache-memory-bytes", 1 << 27,
         ]  # fmt: skip
-        if self.profiler:
-            settings = {
-                "profiler": "torch",
-                "torch_profiler_dir": description["traces"],
-                "torch_profiler_with_stack": False,
-                "torch_profiler_record_shapes": True,
-                "ignore_frontend": True,
-            }
-            command += ["--profiler-config", json.dumps(settings)]
+        config = {
+            "profiler": "torch",
+            "torch_profiler_dir": str(traces),
+            "torch_profiler_with_stack": False,
+            "torch_profiler_record_shapes": True,
+            "ignore_frontend": True,
+        }
+        return [str(word) for word in command + (["--profiler-config", json.dumps(config)] if traces else [])]
+
+    def environment(self):
+        """The environment that vLLM is started with."""
         caches = vllm_cpu.cache_dir(self.root)
-        environment = {
+        key = os.environ.get("K25_API_KEY")
+        return {
             **vllm_cpu.clean_environment(),
             **_SETTINGS,
             "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(cpu) for cpu in _cpus(TP)),
             "VLLM_CACHE_ROOT": str(caches / "vllm"),
             "VLLM_CONFIG_ROOT": str(caches / "vllm"),
             "HF_HOME": str(caches / "huggingface"),
+            **({"VLLM_API_KEY": key} if key else {}),
         }
-        if key := os.environ.get("K25_API_KEY"):
-            environment["VLLM_API_KEY"] = key
-        words = [sys.executable, supervisor.__file__, self.folder, *command, *self.extra_args]
-        with log.open("ab") as output:
-            self._process = subprocess.Popen(
-                [str(word) for word in words], stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-                start_new_session=True, env=environment, cwd=self.folder,
-            )  # fmt: skip
-        self._adopt(description)
 
     def _wait(self, on_stage, limit_s):
-        starting = {"log": LogFile(self.log, self._log_start), "alive": lambda: self._process.poll() is None}
-        starts = vllm_cpu.cache_dir(self.root) / "starts.json"
+        starting = {
+            "log": LogFile(self.log, self._log_start),
+            "alive": self.is_alive,
+            "probe": lambda: process.activity(self._process.pid),
+            "starts": vllm_cpu.cache_dir(self.root) / "starts.json",
+        }
         try:
-            wait_until_ready(self.url, **starting, say=on_stage, limit_s=limit_s, every_s=0.2, starts=starts)
+            wait_until_ready(self.url, **starting, say=on_stage, limit_s=limit_s, every_s=0.2)
         except K25Error as error:
             if not self.asked_port and re.search(r"[Aa]ddress already in use", self._own_log()):
                 raise _PortTaken from None
             raise K25Error(f"embedded server: {error}; its log is {self.log}") from None
-        self._adopt(self._refresh())
         on_stage(f"ready: {self.model} at {self.url}")
 
-    def _adopt(self, state):
-        self._state = state
-        self.url, self.model, self.tp, self.pid = state["url"], state["model"], state["tp"], state.get("pid")
-        self.python, self.config = Path(state["python"]), Path(state["config"])
-        self.traces, self.log, self._log_start = Path(state["traces"]), Path(state["log"]), state["log_start"]
-
-    def _refresh(self):
-        if self.folder:
-            self._state = _read(self.folder / "state.json") or self._state
-        return self._state
+    def _state(self):
+        return _read(self.folder / "state.json") if self.folder else {}
 
     def _own_log(self):
         with self.log.open("rb") as file:

@@ -3,13 +3,13 @@
 import contextlib
 import json
 import shutil
+import socket
 import time
-from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from k25lib.server import process
-from k25lib.server.chosen import chosen, flags, traces_folder
+from k25lib.server.chosen import chosen, flags, profiler
 
 
 def identify(client, model="", log=""):
@@ -41,15 +41,24 @@ def identify(client, model="", log=""):
 
 
 def discover(url):
-    """What this machine tells of the server at `url`: python, log, traces; {} if it is another machine's, or hidden."""
-    parts = urlsplit(url)
-    if not _is_here(parts.hostname):
-        return {}
-    found = process.find(parts.port or (443 if parts.scheme == "https" else 80))
+    """What this machine tells of the server at `url`: python, log, traces, stacks (whether its profiler records them);
+    {} if it is another machine's, or hidden."""
+    found = is_here(url) and process.find(process.port_of(url))
     if not found:
         return {}
-    told = {"python": _interpreter(found), "log": found["log"], "traces": str(_profiler_folder(found) or "")}
-    return {name: value for name, value in told.items() if value}
+    told = {"python": _interpreter(found), "log": found["log"], **_profiler(found)}
+    return {name: value for name, value in told.items() if value != ""}
+
+
+def is_here(url):
+    """Whether the host of `url` is this machine."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(urlsplit(url).hostname, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as trial:
+            trial.bind(address)  # only an address of our own can be
+    except OSError:
+        return False
+    return True
 
 
 def keep_config(config, arguments, target):
@@ -70,7 +79,10 @@ def _merge(into, values):
 
 
 def _interpreter(found):
-    """The Python that a process runs, by its full path as it was called (a virtual environment's, not its base's)."""
+    """What the Python of a process is called with: its full path as it was called (a virtual environment's, not its
+    base's), or a command into its container."""
+    if found["container"]:
+        return f"docker exec -i {found['container']} python3"
     word = found["argv"][0] if found["argv"] else ""
     if not Path(word).name.startswith("python"):
         return ""
@@ -81,37 +93,30 @@ def _interpreter(found):
     return shutil.which(word, path=path) or ""
 
 
-def _is_here(host):
-    try:
-        return host == "localhost" or ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def _profiler_folder(found):
-    """The folder of vLLM's torch profiler from a process's arguments, environment or log; None if it has none."""
-    argv = found["argv"]
+def _profiler(found):
+    """`traces` and `stacks` of vLLM's torch profiler from a process's arguments, environment or log; {} without one."""
+    argv, environment = found["argv"], {}
     words = [w.partition("=")[2] for w in argv if w.startswith("--profiler-config=")]
     words += [argv[n + 1] for n, w in enumerate(argv[:-1]) if w == "--profiler-config"]
-    folder = None
+    told = {}
     for word in words:
-        try:
-            folder = json.loads(word).get("torch_profiler_dir")
-        except (ValueError, AttributeError):
-            continue
+        with contextlib.suppress(ValueError, AttributeError, KeyError):
+            config = json.loads(word)
+            told = {"traces": config["torch_profiler_dir"], "stacks": config.get("torch_profiler_with_stack", True)}
     with contextlib.suppress(OSError):  # another user's process
-        folder = folder or process.environment(found["pid"]).get("VLLM_TORCH_PROFILER_DIR")
-    if not folder and found["log"]:
-        folder = traces_folder(Path(found["log"]).read_text(encoding="utf-8", errors="replace"))
-    return Path(found["cwd"]) / folder if folder else None
+        environment = process.environment(found["pid"])
+    if not told and (folder := environment.get("VLLM_TORCH_PROFILER_DIR")):
+        told = {"traces": folder, "stacks": environment.get("VLLM_TORCH_PROFILER_WITH_STACK", "1") != "0"}
+    if not told and found["log"]:
+        told = profiler(Path(found["log"]).read_text(encoding="utf-8", errors="replace"))
+    return told | ({"traces": str(Path(found["cwd"]) / told["traces"])} if told else {})
 
 
 def _from_log(log):
     if not log or not Path(log).is_file():
         return {}
     text = Path(log).read_text(encoding="utf-8", errors="replace")
-    traces = traces_folder(text)
-    return {"flags": flags(text), "chosen": chosen(text), "traces": str(traces) if traces else None}
+    return {"flags": flags(text), "chosen": chosen(text), **profiler(text)}
 
 
 def _config(model):

@@ -3,6 +3,9 @@
 import os
 import re
 from pathlib import Path
+from urllib.parse import urlsplit
+
+from k25lib.environment import gpus
 
 
 def find(port):
@@ -45,20 +48,15 @@ def activity(pid=None):
             ticks += sum(int(field) for field in fields[11:15])
         found["cpu_s"] = ticks / os.sysconf("SC_CLK_TCK")
         found["memory_bytes"] = resident * os.sysconf("SC_PAGE_SIZE")
-    gpus = gpu_memory_bytes()
-    return found | ({"memory_bytes": gpus} if gpus is not None else {})
+    if held := [gpu["memory_used_bytes"] for gpu in gpus() if gpu["memory_used_bytes"]]:
+        found["memory_bytes"] = sum(held)
+    return found
 
 
-def gpu_memory_bytes():
-    """GPU memory in use on this machine, all GPUs together; None without NVIDIA GPUs."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(n) for n in range(pynvml.nvmlDeviceGetCount())]
-        return sum(pynvml.nvmlDeviceGetMemoryInfo(handle).used for handle in handles) if handles else None
-    except pynvml.NVMLError:
-        return None
+def port_of(url):
+    """The TCP port of a URL."""
+    parts = urlsplit(url)
+    return parts.port or (443 if parts.scheme == "https" else 80)
 
 
 def _describe(pid, folder):

@@ -81,8 +81,9 @@ def wait_until_ready(
     """Wait until the server at `url` has made a token, and return the model's id.
 
     `log` has `read()` (LogFile, LogCommand); `alive()` is False once the server has died, None if nobody knows;
-    `probe()` returns the arguments of Startup.activity; `say` gets a line at each change of stage, and when it moves;
-    `starts` is a file that keeps how long earlier starts took. Raises K25Error: died (why), stuck, or out of time.
+    `probe()` returns the arguments of Startup.activity: without any, a quiet server is never called stuck; `say` gets a
+    line at each change of stage, and when it moves; `starts` is a file that keeps how long earlier starts took. Raises
+    K25Error: died (why), stuck, or out of time.
     """
     client, began = Client(url, timeout_s=5.0), clock()
     state = startup.Startup(began, stuck_after_s=stuck_after_s)
@@ -100,8 +101,8 @@ def wait_until_ready(
             from_begin, earlier_restarts = not new, state.restarts
         if starts and not state.earlier and (key := startup.key(text)):
             state.earlier = _read(starts).get(key, [])
-        if probe:
-            state.activity(now, **probe())
+        signs = probe() if probe else {}
+        state.activity(now, **signs)
         try:
             served = client.ready(model)
         except (ServerDown, NotReady) as error:
@@ -116,7 +117,7 @@ def wait_until_ready(
         if state.restarts - earlier_restarts >= 3:
             why = redact(str(startup.explain(text, back=1)))
             raise K25Error(f"the server dies and is started again and again: {why}")
-        if log and state.stuck(now):
+        if log and signs and state.stuck(now):  # a silent log alone says nothing
             raise K25Error(
                 f"the server is stuck ({state.line(now)}): neither its log nor its memory nor its CPUs moved for "
                 f"{startup.span(stuck_after_s)}"
@@ -124,7 +125,8 @@ def wait_until_ready(
         if now - began > limit_s:
             logged = startup.explain(text)
             hint = f"; its log says: {redact(str(logged))}" if logged.error else ""
-            raise K25Error(f"not ready after {startup.span(limit_s)} ({state.line(now)}): {problem}{hint}")
+            where = f" ({state.line(now)})" if text else ""
+            raise K25Error(f"not ready after {startup.span(limit_s)}{where}: {problem}{hint}")
         waiting = f"waiting for {client.shown_url}, {startup.span(now - began)} so far"
         teller.tell(state.line(now) if text else waiting, state.stage, (state.shards, state.percent), now)
         sleep(every_s)

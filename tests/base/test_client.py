@@ -94,7 +94,7 @@ def test_profiler_answers(answers):
     with pytest.raises(ProfilerMissing, match="--profiler-config"):
         client.start_profile()
     answers["/start_profile"] = (409, '{"error": "already"}')
-    with pytest.raises(K25Error, match="runs already"):
+    with pytest.raises(K25Error, match="somebody else has started the profiler"):
         client.start_profile()
     answers["/start_profile"] = (200, "")
     assert client.start_profile() is None

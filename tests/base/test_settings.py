@@ -72,3 +72,10 @@ def test_parameters_are_checked_by_name_and_type():
             check_parameters(declared, {name: value}, "macro")
     with pytest.raises(UsageError, match="did you mean seed"):
         check_parameters(declared, {"sed": 1}, "macro")
+
+
+def test_the_profiler_is_one_of_two():
+    assert from_tree({}).profiler == "torch"
+    assert from_tree({"capture": {"profiler": "nsys"}}).profiler == "nsys"
+    with pytest.raises(UsageError, match="capture.profiler is torch or nsys, not 'ncu'"):
+        from_tree({"capture": {"profiler": "ncu"}})

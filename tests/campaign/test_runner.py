@@ -1,9 +1,14 @@
 """What a campaign leaves in its run."""
 
+import nbformat
 import pytest
 
-from k25lib.campaign.runner import drop_traces
+from k25lib.campaign.plan import Phase
+from k25lib.campaign.runner import Runner, drop_traces
+from k25lib.client import Client
+from k25lib.errors import K25Error
 from k25lib.run import Run
+from k25lib.settings import Settings
 
 
 @pytest.mark.parametrize(
@@ -18,3 +23,38 @@ def test_traces_are_dropped_only_after_their_breakdown(tmp_path, state, left):
     drop_traces(run)
     assert sorted(p.name for p in folder.iterdir()) == left
     assert run.manifest["captures"]["c1"].get("dropped", False) == (state == "ok")
+
+
+def test_a_server_that_is_not_as_it_was_found_is_in_the_manifest(places):
+    class Broken:
+        def close(self):
+            raise K25Error("it died while starting: no room")
+
+    run = Run.create("x", settings={}, title="x", phases={})
+    Runner(run, [], Settings(), Broken(), say=str).go()
+    assert run.manifest["server_error"] == "it died while starting: no room"
+    Broken.close = lambda self: None
+    Runner(run, [], Settings(), Broken(), say=str).go()
+    assert run.manifest["server_error"] == ""
+
+
+def test_a_capture_that_was_cut_off_leaves_no_profiler_running(places, monkeypatch):
+    class There:
+        def up(self, profiler):
+            return {"url": "http://127.0.0.1:9"}
+
+        def died(self):
+            return ""
+
+        def close(self):
+            pass
+
+    book = nbformat.v4.new_notebook(metadata={"kernelspec": {"name": "python3", "display_name": ""}})
+    tagged = {"metadata": {"tags": ["parameters"]}}
+    book.cells = [nbformat.v4.new_code_cell('run: str = ""  # run', **tagged), nbformat.v4.new_code_cell("1/0")]
+    nbformat.write(book, places / "05_x.ipynb")
+    asked = []
+    monkeypatch.setattr(Client, "has_profiler", lambda self, timeout_s: asked.append(self.url))
+    run = Run.create("x", settings={}, title="x", phases={})
+    failed = Runner(run, [Phase(places / "05_x.ipynb", "capture", "profiler")], Settings(), There(), say=str).go()
+    assert (failed, asked) == (["05_x"], ["http://127.0.0.1:9"])

@@ -4,6 +4,7 @@ What the server does beside is told by FAKE_VLLM in its environment: `die` (an e
 first start finds its port taken), `deaf` (SIGTERM is ignored), `slow` (never ready).
 """
 
+import gzip
 import json
 import mmap
 import os
@@ -36,16 +37,41 @@ class Api(BaseHTTPRequestHandler):
 
     def do_POST(self):  # noqa: N802
         self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self._send(b'{"choices": [{"text": "x"}]}')
+        if self.path.endswith("_profile"):
+            return self._send(b"", profile(self.path))
+        return self._send(b'{"choices": [{"text": "x"}]}')
 
     def log_message(self, *_):
         pass
+
+
+def profile(path):
+    """The profiler of 0.32 at TP=2: the status of an answer; a stop writes a trace a rank."""
+    if not profiler:
+        return 404
+    if path == "/start_profile":
+        if profiler.get("running"):
+            return 409
+        profiler["running"] = True
+    elif profiler.pop("running", False) and profiler["profiler"] == "torch":
+        folder = Path(profiler["torch_profiler_dir"])
+        folder.mkdir(exist_ok=True)
+        for rank in (0, 1):
+            trace = {"distributedInfo": {"rank": rank, "world_size": 2}, "traceEvents": []}
+            data = gzip.compress(json.dumps(trace).encode())
+            (folder / f"rank{rank}.{time.time_ns()}.pt.trace.json.gz").write_bytes(data)
+    return 200
+
+
+profiler = {}
 
 
 def main(words):
     if words[0].endswith("tiny_model.py"):
         (Path(words[1]) / "config.json").write_text("{}")
         return
+    if "--profiler-config" in words:
+        profiler.update(json.loads(words[words.index("--profiler-config") + 1]))
     how = os.environ.get("FAKE_VLLM", "")
     if how == "die":
         print("(Worker_TP0 pid=7) ERROR 11-29 21:40:17 [core.py:1] ValueError: no room for the cache", flush=True)

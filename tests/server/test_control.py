@@ -6,41 +6,22 @@ import os
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from ports import free_port
 
 from k25lib.client import Client
 from k25lib.errors import K25Error, UsageError
+from k25lib.server import control as control_module
 from k25lib.server import process
 from k25lib.server.control import Control, presets
 from k25lib.server.supervisor import start_time
 
 HERE = Path(__file__).parent
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-@pytest.fixture
-def vllm(tmp_path):
-    """The command of a stand-in `vllm serve` that knows --help=all, and its URL."""
-    port = free_port()
-    program = tmp_path / "vllm"
-    program.write_text(
-        "#!/bin/sh\n"
-        f'case "$*" in *--help=all*) echo "  --profiler-config PROFILER_CONFIG";; '
-        f'*) exec {sys.executable} {HERE / "fake_vllm.py"} "$@";; esac\n'
-    )
-    program.chmod(0o755)
-    return f"env MARKED=yes {program} serve 'a model' --port {port}", f"http://127.0.0.1:{port}"
 
 
 @pytest.fixture
@@ -82,6 +63,9 @@ def test_process(tmp_path, vllm):
     first = json.loads(log.splitlines()[1])
     assert first["env"]["MARKED"] == "yes" and first["argv"][:2] == ["serve", "a model"]
     assert control.run(["echo", "two words"]).stdout == "two words\n"
+    assert control.python() == sys.executable
+    signs = process.activity(control.pid)
+    assert signs["cpu_s"] >= 0 and signs["memory_bytes"] > 1_000_000
     control.stop()
     assert not control.running()
     control.stop()
@@ -147,18 +131,6 @@ def test_a_kept_process_is_left_to_its_keeper(monkeypatch, found, words):
         Control.of_url("http://127.0.0.1:8000")
 
 
-def test_profiling_and_back_also_after_a_failure(tmp_path, vllm):
-    command, url = vllm
-    control = Control({"command": command, "log": str(tmp_path / "log")}, allowed=True, say=lambda _: None)
-    control.bring_up(url, every_s=0.05)
-    with pytest.raises(RuntimeError), control.profiling(url, "/the traces", every_s=0.05):
-        argv = process.find(int(url.rpartition(":")[2]))["argv"]
-        assert json.loads(argv[argv.index("--profiler-config") + 1])["torch_profiler_dir"] == "/the traces"
-        raise RuntimeError
-    assert "--profiler-config" not in process.find(int(url.rpartition(":")[2]))["argv"]
-    control.stop()
-
-
 def test_a_start_that_fails_the_first_time_is_tried_again(tmp_path, vllm, monkeypatch):
     command, url = vllm
     monkeypatch.setenv("FAKE_VLLM", "port")
@@ -173,6 +145,17 @@ def test_a_start_that_fails_the_first_time_is_tried_again(tmp_path, vllm, monkey
         control.bring_up(url, every_s=0.05)
 
 
+def test_another_server_is_not_taken_for_the_one_that_is_started(tmp_path, vllm, monkeypatch):
+    command, url = vllm
+    monkeypatch.setattr(control_module, "SILENT_LIMIT_S", 0.1)
+    keeper = Control({"command": command, "log": str(tmp_path / "log")}, allowed=True, say=str)
+    keeper.bring_up(url, every_s=0.05)
+    other = Control({"command": command, "log": str(tmp_path / "another log")}, allowed=True, say=str)
+    with pytest.raises(K25Error, match=f"^a server still answers at {url}, and it is not the one of .control.$"):
+        other.bring_up(url)
+    keeper.stop()
+
+
 def test_nothing_is_restarted_unless_allowed(tmp_path):
     settings = {"command": "vllm serve m --api-key s3cret", "log": str(tmp_path / "log")}
     control = Control(settings)
@@ -180,22 +163,16 @@ def test_nothing_is_restarted_unless_allowed(tmp_path):
         control.start()
     said = []
     dry = Control(settings, dry=True, say=said.append)
-    with dry.profiling("http://127.0.0.1:1", "/traces"):
-        said.append("measured")
-    words = [re.sub(r"(nohup|kill -TERM|--help=all|would look|--profiler-config|measured)|.", r"\1", x) for x in said]
-    assert words == [
-        "would look--profiler-config--help=all",
-        "kill -TERM",
-        "nohup--profiler-config",
-        "measured",
-        "kill -TERM",
-        "nohup",
-    ]
-    assert not list(tmp_path.iterdir()) and "s3cret" not in "".join(said + dry.plan())
+    profiled = dry.profiled("/traces")
+    dry.stop()
+    assert profiled.bring_up("http://127.0.0.1:1") == ""
+    words = [re.sub(r"(nohup|kill -TERM|--help=all|would look|--profiler-config)|.", r"\1", x) for x in said]
+    assert words == ["would look--profiler-config--help=all", "kill -TERM", "nohup--profiler-config"]
+    assert not list(tmp_path.iterdir()) and "s3cret" not in "".join(said)
 
 
 def test_docker(stand_ins):
-    settings = {"preset": "docker", "container": "my vllm", "start_profiling": "docker start vllm-profiled"}
+    settings = {"preset": "docker", "container": "my vllm", "profiling": {"container": "profiled"}}
     control = Control(settings, allowed=True, say=lambda _: None)
     assert not control.running()
     log = control.start()
@@ -203,13 +180,15 @@ def test_docker(stand_ins):
     log.close()
     assert control.running()
     assert control.run(["vllm", "--version"]).stdout == "ran ['vllm', '--version']\n"
-    assert control.exec_prefix() == ["docker", "exec", "my vllm"]
+    assert control.python() == "docker run --rm -i --gpus all --ipc host --entrypoint python3 vllm/vllm-openai:v0.26.0"
+    assert control.pid == 4242
     control.stop()
-    log = control.start(control.profiled("/traces"))
-    log.close()
+    profiled = control.profiled("/traces")
+    profiled.start().close()
+    profiled.stop()
     calls = stand_ins()
     assert ["docker", "start", "my vllm"] in calls and ["docker", "stop", "-t", "60", "my vllm"] in calls
-    assert ["docker", "start", "vllm-profiled"] in calls
+    assert ["docker", "start", "profiled"] in calls and ["docker", "stop", "-t", "60", "profiled"] in calls
     logs = next(call for call in calls if call[1] == "logs")
     assert logs[2:4] == ["--follow", "--since"] and abs(int(logs[4]) - time.time()) < 60 and logs[5] == "my vllm"
 
@@ -228,7 +207,7 @@ def test_systemd(stand_ins, tmp_path):
     assert ["systemctl", "start", "vllm.service"] in calls and ["systemctl", "stop", "vllm.service"] in calls
     journal = next(call for call in calls if call[0] == "journalctl")
     assert journal[1:3] == ["--unit", "vllm.service"] and journal[-1].startswith("@")
-    with pytest.raises(UsageError, match=r"^set control.start_profiling: .* --profiler-config"):
+    with pytest.raises(UsageError, match=r"^set control.profiling: .* --profiler-config"):
         control.profiled("/traces")
 
 
@@ -238,7 +217,7 @@ def test_systemd(stand_ins, tmp_path):
         ({"preset": "k8s"}, "'k8s' is unknown: there are process, systemd, docker"),
         ({"preset": "docker"}, "control.container is not set: preset docker .a docker container"),
         ({"command": "vllm serve m"}, "control.log is not set"),
-        ({"preset": "systemd", "unti": "x"}, "no key 'unti': there are preset, via, command"),
+        ({"preset": "systemd", "unti": "x"}, "no key 'unti': there are preset, via, profiling, command"),
     ],
 )
 def test_bad_settings_are_told(settings, words):
@@ -256,14 +235,43 @@ def test_the_profiler_flag_is_looked_up_before_any_restart(tmp_path):
         control("no-such-vllm serve m").profiled("/t")
     with pytest.raises(UsageError, match="no `vllm serve"):
         control("./start.sh").profiled("/t")
-    assert control("./start.sh", start_profiling="./start.sh prof").profiled("/t") == "./start.sh prof"
-    already = control("vllm serve m --profiler-config '{}'")
-    assert already.profiled("/t") == already.command("start")
+    told = control("./start.sh", profiling={"command": "./start.sh prof"}).profiled("/t").command("start")
+    assert "setsid ./start.sh prof >>" in told
+    for flag in ("""--profiler-config '{"profiler": "torch"}'""", "--profiler-config.profiler=torch"):
+        already = control(f"vllm serve m {flag}")
+        assert already.profiled("/t") is already
+
+
+def test_the_server_under_nsys(tmp_path, monkeypatch):
+    nsys, vllm = tmp_path / "nsys", tmp_path / "vllm"
+    vllm.write_text("#!/bin/sh\necho --profiler-config\n")
+    vllm.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    settings = {
+        "command": "vllm serve m --profiler-config.profiler=torch --api-key s3cret",
+        "log": str(tmp_path / "log"),
+    }
+    control = Control(settings, say=lambda _: None)
+    with pytest.raises(
+        K25Error, match=r"^nsys is not where the server runs: .* by `nsys profile .*k25 breakdown FILE"
+    ) as e:
+        control.profiled("/t", "nsys")
+    whole = (
+        "nsys profile --capture-range=cudaProfilerApi --capture-range-end=repeat --cuda-graph-trace=node -o /t/k25 "
+        """vllm serve m --api-key {} --profiler-config '{{"profiler": "cuda"}}'"""
+    )
+    assert f"`{whole.format('***')}`" in str(e.value)
+    nsys.write_text("#!/bin/sh\n")
+    nsys.chmod(0o755)
+    assert f"setsid {whole.format('s3cret')} >>" in control.profiled("/t", "nsys").command("start")
+    unit = Control({"preset": "systemd", "unit": "vllm"})
+    with pytest.raises(UsageError, match=r"under `nsys profile .* -o /t/k25` and with --profiler-config '.*cuda"):
+        unit.profiled("/t", "nsys")
 
 
 def test_presets_are_whole():
     for preset in presets().values():
-        assert {"about", "start", "stop", "running", "mark", "logs", "exec"} <= set(preset)
+        assert {"about", "start", "stop", "running", "mark", "logs", "exec", "python"} == set(preset)
 
 
 @pytest.fixture(scope="module")
@@ -303,12 +311,14 @@ def test_over_ssh(ssh, tmp_path, vllm):
     assert not control.running()
     assert control.bring_up(url, every_s=0.05) == "tiny-kimi-k2.5"
     assert control.running() and control.run(["echo", "a 'quoted' word"]).stdout == "a 'quoted' word\n"
-    with control.profiling(url, "/tr aces", every_s=0.05):
-        argv = process.find(int(url.rpartition(":")[2]))["argv"]
-        assert json.loads(argv[argv.index("--profiler-config") + 1])["torch_profiler_dir"] == "/tr aces"
+    assert control.python() == f"{ssh} {sys.executable}" and control.pid is None
+    profiled = control.profiled("/tr aces")
+    control.stop()
+    profiled.bring_up(url, every_s=0.05)
+    argv = process.find(int(url.rpartition(":")[2]))["argv"]
+    assert json.loads(argv[argv.index("--profiler-config") + 1])["torch_profiler_dir"] == "/tr aces"
     log = (tmp_path / "remote log").read_text()
-    assert len(log.splitlines()) == 3 and json.loads(log.splitlines()[0])["argv"][:2] == ["serve", "a model"]
-    assert control.exec_prefix() == shlex.split(ssh)
+    assert len(log.splitlines()) == 2 and json.loads(log.splitlines()[0])["argv"][:2] == ["serve", "a model"]
     control.stop()
     assert not control.running()
 

@@ -76,17 +76,6 @@ def test_starts_again_in_its_folder_and_at_its_port(fake_vllm):
     server.stop()
 
 
-def test_found_and_stopped_by_another(fake_vllm):
-    assert Embedded.find(fake_vllm) is None
-    with Embedded(fake_vllm) as server:
-        found = Embedded.find(fake_vllm, server.url)
-        assert (found.url, found.pid, found.traces) == (server.url, server.pid, server.traces)
-        assert Embedded.find(fake_vllm, "http://127.0.0.1:1") is None
-        found.stop()
-        assert not server.is_alive() and not found.is_alive()
-        assert_nothing_left(read_state(server.folder))
-
-
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_ends_with_its_caller(fake_vllm, number):
     with subprocess.Popen([sys.executable, "-c", CALLER, fake_vllm], stdout=subprocess.PIPE, text=True) as caller:

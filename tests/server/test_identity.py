@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from k25lib.server.chosen import chosen, flags, traces_folder
+from k25lib.server.chosen import chosen, flags, profiler
 from k25lib.server.identity import discover, keep_config
 
 LOG = """\
@@ -41,13 +41,14 @@ def test_a_log_tells_what_was_chosen_by_the_last_start():
     found = flags(LOG)
     assert (found["tensor_parallel_size"], found["hf_overrides"]) == (2, {"num_hidden_layers": 61})
     assert found["profiler_config"].startswith("ProfilerConfig(")
-    assert traces_folder(LOG) == Path("/tmp/prof")
+    assert profiler(LOG) == {"traces": "/tmp/prof"}
+    assert profiler(LOG.replace("ignore_", "torch_profiler_with_stack=True, ignore_"))["stacks"] is True
 
 
 @pytest.mark.parametrize("log", ["", "non-default args: {'a': ", "non-default args: {broken", "no words of ours"])
 def test_a_log_that_tells_nothing_or_breaks_off_gives_nothing_wrong(log):
     assert chosen(log) == {}
-    assert traces_folder(log) is None
+    assert profiler(log) == {}
     assert set(flags(log)) <= {"arguments"}
 
 
@@ -75,7 +76,8 @@ def test_a_process_is_found_by_its_port(tmp_path):
         while not log.read_text().strip():
             assert server.poll() is None
         url = f"http://127.0.0.1:{log.read_text().strip()}"
-        assert discover(url) == {"python": sys.executable, "log": str(log), "traces": str(tmp_path / "traces")}
+        traces = {"traces": str(tmp_path / "traces"), "stacks": True}  # vLLM's default
+        assert discover(url) == {"python": sys.executable, "log": str(log), **traces}
         assert discover(url.replace("127.0.0.1", "192.0.2.1")) == {}
     finally:
         os.kill(server.pid, 9)

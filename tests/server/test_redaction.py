@@ -41,6 +41,27 @@ SECRET = "s3cr3tValue-9"
         f"-----BEGIN OPENSSH PRIVATE KEY-----\n{SECRET}\n-----END OPENSSH PRIVATE KEY-----",
         f"Environment=VLLM_API_KEY={SECRET}",
         f"VLLM_API_KEY: {SECRET}",
+        f"vllm serve m --hf-token={SECRET}",
+        f"vllm serve m --api-key {SECRET} >> /log 2>&1",
+        f"vllm serve m --api-key ab,{SECRET}",
+        f"""vllm serve m --api-key 'it'"'"'s {SECRET}'""",
+        f"sh -c \"vllm serve m --api-key '{SECRET}' --port 1\"",
+        f"https://user:p@{SECRET}@host/x",
+        f"https://h/v1?x=1&key={SECRET}",
+        f"https://h/x?X-Amz-Signature={SECRET}",
+        f"Authorization: {SECRET}",
+        f"Authorization: Basic first {SECRET}",
+        f"curl -H 'authorization: Token {SECRET}' h",
+        f"Cookie: session={SECRET}",
+        f"docker run -e KEY={SECRET} image",
+        f"docker run --env='OPENAI_KEY={SECRET}' image",
+        f"PGPASSWORD={SECRET}",
+        f"MYSQL_PWD={SECRET} DB_PASS=x",
+        f"""--extra '{{"headers": {{"Authorization": "Bearer {SECRET}"}}}}'""",
+        f'--extra "{{\\"api_key\\": \\"{SECRET}\\"}}"',
+        f"api_key=('{SECRET}',)",
+        f"ProfilerConfig(api_key='{SECRET}')",
+        f"the API key: {SECRET}",
     ],
 )
 def test_a_secret_goes(text):
@@ -65,6 +86,9 @@ def test_a_secret_goes(text):
         "a basic check of 3 things, bearer of news",
         "generation throughput: 38.5 tokens/s, Running: 0 reqs",
         "stop_token_ids=[1, 2], special_tokens: 12345678",
+        "http://h:8000/v1?mail=a@b",
+        "asks for an API key: set K25_API_KEY in the environment",
+        "PWD=/root/x sort_key=name first_pass=3",
     ],
 )
 def test_the_rest_stays(text):
@@ -92,6 +116,11 @@ def test_trees():
         "note": "Bearer ***",
     }
     assert redact_tree(redact_tree(tree)) == redact_tree(tree)
+
+
+def test_what_follows_a_secret_in_a_command_stays():
+    command = f"cd . && nohup vllm serve m --api-key {SECRET} >> log 2>&1 < /dev/null & echo $!"
+    assert redact(command) == command.replace(SECRET, "***")
 
 
 def test_names():

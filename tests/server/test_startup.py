@@ -139,7 +139,8 @@ def test_a_load_of_36_minutes_with_ten_quiet_ones_is_never_stuck(monkeypatch, tm
 def test_only_silence_of_all_signs_is_stuck(monkeypatch):
     events = slow_load(quiet=(29, 2000.0), minutes=60)
     with pytest.raises(K25Error, match=r"^the server is stuck \(loading weights: 29 of 64 .*moved for 20 min$"):
-        Replay(events, monkeypatch).wait()
+        Replay(events, monkeypatch).wait(probe=lambda: {"cpu_s": 7.0})
+    assert Replay(events, monkeypatch).wait(probe=dict) == "kimi"  # behind ssh nothing but its log can be seen
     for probe in ("cpu_s", "memory_bytes"):
         replay = Replay(events, monkeypatch)
         rate = {"cpu_s": 1.0, "memory_bytes": 1e8}[probe]
