@@ -1,6 +1,7 @@
 # make bench            a whole campaign on the embedded server (real vLLM on the CPU), then its report
 # make bench URL=...    the same on a server that runs already
 # make test             every test; make test-fast: those that need no server and no browser
+# make setup            the environment alone
 # make lab              JupyterLab on the notebooks
 # All set-up (venv + pip) happens here; a second call is quick.
 
@@ -8,7 +9,9 @@ URL ?=
 ARGS ?=
 BIN := .venv/bin
 
-.PHONY: bench test test-fast check lab lock clean
+.PHONY: setup bench test test-fast check lab lock clean
+
+setup: .venv/.run
 
 bench: .venv/.run
 	@$(BIN)/k25 run $(if $(URL),--url $(URL)) $(ARGS)
