@@ -139,6 +139,7 @@ def test_print_has_every_figure_on_paper(report, tmp_path):
         page.wait_for_selector(".plot .main-svg")
         page.pdf(path=str(tmp_path / "page.pdf"), format="A4")
         assert page.locator(".js-plotly-plot").count() == 5
+        assert page.locator("main details[open]:not(.code)").count() == 2  # the numbers of two figures; not all facts
         assert seen.errors == []
     assert (tmp_path / "page.pdf").stat().st_size > 20_000
 

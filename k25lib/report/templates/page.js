@@ -64,6 +64,9 @@
   }, {rootMargin: "800px"});
   boxes.forEach((box) => near.observe(box));
   matchMedia(`(max-width: ${narrow}px)`).addEventListener("change", () => drawn().forEach((box) => draw(box)));
-  addEventListener("beforeprint", () => boxes.forEach((box) => draw(box, true)));
+  addEventListener("beforeprint", () => {
+    for (const folded of document.querySelectorAll("main details:not(.code):not(.facts)")) folded.open = true;
+    boxes.forEach((box) => draw(box, true));
+  });
   addEventListener("afterprint", () => boxes.forEach((box) => draw(box)));
 })();
