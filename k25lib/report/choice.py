@@ -43,11 +43,11 @@ class Choice:
                 rows = rows[rows[column] == value]
         return rows
 
-    def show(self, make):
-        """Show what `make()` returns, a figure or a frame; again after each other choice."""
-        made = _bundle(make())
+    def show(self, make, *columns):
+        """Show what `make()` returns, a figure or a frame (`columns` as of tables.table); again after each choice."""
+        made = _bundle(make(), columns)
         if InteractiveShell.initialized():
-            self._shown.append((display(made, raw=True, display_id=True), make))
+            self._shown.append((display(made, raw=True, display_id=True), make, columns))
 
     def offer(self):
         """Pickers of every run and capture with a breakdown, newest first; none where the parameters named the run."""
@@ -69,8 +69,8 @@ class Choice:
             self.capture = capture.value or ""
             told.value = f'to keep it: run = "{self.run.path.name}", capture = "{self.capture}"'
             try:
-                for handle, make in self._shown:
-                    made = _bundle(make())
+                for handle, make, columns in self._shown:
+                    made = _bundle(make(), columns)
                     handle.update({"text/plain": "…"}, raw=True)  # JupyterLab's plotly keeps a figure that it has drawn
                     handle.update(made, raw=True)
             except (K25Error, ValueError, KeyError, OSError) as error:  # an older run's tables may lack a column
@@ -89,10 +89,10 @@ class Choice:
         display(VBox([HBox([run, capture]), told]))
 
 
-def _bundle(made):
+def _bundle(made, columns):
     """What a notebook keeps of a figure or a frame: a frame's headings have units, its numbers digits that count."""
     if hasattr(made, "to_plotly_json"):
         return {PLOTLY: json_of(made)}
-    shown = tables.table(made) or {"rows": [["nothing to show"]], "head": [""]}
+    shown = tables.table(made, columns=list(columns) or None) or {"rows": [["nothing to show"]], "head": [""]}
     frame = pd.DataFrame(shown["rows"], columns=shown["head"])
     return {"text/html": frame.to_html(index=False), "text/plain": frame.to_string(index=False)}

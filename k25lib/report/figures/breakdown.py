@@ -114,7 +114,7 @@ def lanes(rows, ranks=None):
     )
     figure.update_layout(margin={"t": 130})
     figure.update_yaxes(categoryorder="array", categoryarray=names[::-1], automargin=True)
-    return figure.update_xaxes(title="us from the step's first kernel on any rank")
+    return figure.update_xaxes(title="us from the step's first kernel on any rank", tickformat=",d")
 
 
 def kernels(rows, most=20):

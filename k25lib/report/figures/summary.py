@@ -37,9 +37,11 @@ def waterfall(rows):
         ends.append(ms if kind == "total" or not ends else ends[-1] + ms)
     room = 0.14 * (max(0, *ends) - min(0, *ends))
     least = min(0, *(end - room * (ms < 0) for end, ms in zip(ends, rows.ms, strict=True)))
-    first, last = rows.part.iloc[0], rows.part.iloc[-1]
+    first = rows.part.iloc[0] if rows.kind.iloc[0] == "total" else "its parts"
     return figure.update_layout(
-        **layout(f"Where the time of a token goes: from {first} to {last}", 100 + 42 * len(rows), **_NO_LEGEND),
+        **layout(
+            f"Where the time of a token goes: from {first} to {rows.part.iloc[-1]}", 100 + 42 * len(rows), **_NO_LEGEND
+        ),
         xaxis={"title": "ms per output token", "range": [least, max(0, *ends) + room]},
         yaxis={"autorange": "reversed", "automargin": True},
     )
