@@ -67,14 +67,15 @@ class Choice:
 
         def redraw(_=None):
             self.capture = capture.value or ""
-            told.value = f'to keep it: run = "{self.run.path.name}", capture = "{self.capture}"'
-            try:
-                for handle, make, columns in self._shown:
+            told.value = "drawing …"
+            for handle, make, columns in self._shown:
+                try:
                     made = _bundle(make(), columns)
-                    handle.update({"text/plain": "…"}, raw=True)  # JupyterLab's plotly keeps a figure that it has drawn
-                    handle.update(made, raw=True)
-            except (K25Error, ValueError, KeyError, OSError) as error:  # an older run's tables may lack a column
-                told.value = f"cannot be shown: {type(error).__name__}: {error}"
+                except (K25Error, ValueError, KeyError, OSError) as error:  # an older run's table may lack a column
+                    made = {"text/plain": f"cannot be shown from this run's tables: {type(error).__name__}: {error}"}
+                handle.update({"text/plain": "…"}, raw=True)  # JupyterLab's plotly keeps a figure that it has drawn
+                handle.update(made, raw=True)
+            told.value = f'to keep it: run = "{self.run.path.name}", capture = "{self.capture}"'
 
         def switch(change):
             self.run = runs[change["new"]]
