@@ -181,7 +181,7 @@ def other_tp(model, tp, batch, context, dram_gb_s, tpot_ms, allreduce_us=None):
                 change * stretch + freed,
             ),
         ]
-        made.append(_range(f"tensor parallel {size} ({size} GPUs a replica)", cases, tpot_ms))
+        made.append(_range(f"tensor parallel {size} ({size} GPU{'s' * (size > 1)} a replica)", cases, tpot_ms))
     return made
 
 

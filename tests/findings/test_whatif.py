@@ -107,7 +107,10 @@ def test_speculation_with_full_acceptance_divides_the_verified_step():
 
 def test_other_tensor_parallel_sizes():
     found = {row["change"]: row for row in whatif.other_tp(KIMI, 8, 1, 0, 1792, 12.1, 55.8)}
-    assert list(found) == [f"tensor parallel {t} ({t} GPUs a replica)" for t in (1, 2, 4, 16, 32)]
+    assert list(found) == [
+        "tensor parallel 1 (1 GPU a replica)",
+        *(f"tensor parallel {t} ({t} GPUs a replica)" for t in (2, 4, 16, 32)),
+    ]
     assert found["tensor parallel 16 (16 GPUs a replica)"]["low_ms"] == pytest.approx(
         (6.0301 - 4.1047) / 1.792, abs=1e-3
     )
