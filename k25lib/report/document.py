@@ -11,13 +11,13 @@ from k25lib.report.overview import overview
 _NO_CONFIGURATION = ("host ", "port ", "model ", "model_tag ", "served_model_name ", "profiler_config ")
 
 
-def write_document(run, target):
+def write_document(run, target, facts=None):
     """Write the document of `run` as far as it has come; right for a run that has nothing but a manifest.
 
-    The run's entry for the list of all runs is written beside it.
+    The run's entry for the list of all runs is written beside it. facts: the run's overview, if it is made already.
     """
     target = Path(target)
-    facts = overview(run)
+    facts = facts or overview(run)
     shown = tables.of_run(run)
     blocks = [
         *_head(facts),

@@ -22,13 +22,13 @@ MOST_BYTES = 4_000_000
 _TEMPLATES = Path(__file__).with_name("templates")
 
 
-def write_page(run, notebooks, target):
+def write_page(run, notebooks, target, facts=None):
     """Write the page of `run` from executed notebooks (paths; some may have failed or be missing); its size in bytes.
 
-    A phase of the run without a notebook gets a section that says why.
+    A phase without a notebook gets a section that says why. facts: the run's overview, if it is made already.
     """
-    facts = overview(run)
-    facts["phases"] = [{**phase, "id": notebook.anchor(phase["name"])} for phase in facts["phases"]]
+    facts = facts or overview(run)
+    facts = facts | {"phases": [{**phase, "id": notebook.anchor(phase["name"])} for phase in facts["phases"]]}
     sections = _sections(facts["phases"], notebooks)
     first = {"id": "summary", "figures": first_page.figures(run, facts["summary"])}
     figures = {
