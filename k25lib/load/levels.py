@@ -22,7 +22,7 @@ def level(runs, concurrency, rate, slo, gpus, honest_concurrency):
     failures = Counter(request.row["kind"] for request in measured if not request.ok and not request.unfinished)
     found = {"mode": "closed" if rate is None else "open", "concurrency": concurrency if rate is None else None}
     found |= {"rate": rate, "requests": len(measured), "failed": sum(failures.values()), "errors": dict(failures)}
-    found |= {"first_error": next((r.row["error"] for r in measured if not r.ok), None)}
+    found |= {"first_error": next((r.row["error"] for r in measured if not r.ok and not r.unfinished), None)}
     found |= {"warmup_requests": len(every) - len(measured), "repeats": len(runs)}
     found |= {"warmup_failed": sum(not request.ok for request in every if request.phase == "warmup")}
     found |= {"unfinished": sum(request.unfinished for request in measured)}

@@ -129,11 +129,10 @@ def steady_window(requests, concurrency):
     return (start, end) if end > start else None
 
 
-def in_flight_mean(requests, window):
-    """Mean number of requests in flight within the window (true, from their sends and last bytes)."""
+def in_flight_mean(spans, window):
+    """Mean number of requests in flight within the window, from the (first, last) ns of each request."""
     start, end = window
-    overlaps = (min(request.end_ns, end) - max(request.send_ns, start) for request in requests)
-    return sum(max(0, overlap) for overlap in overlaps) / (end - start)
+    return sum(max(0, min(last, end) - max(first, start)) for first, last in spans) / (end - start)
 
 
 def tokens_within(requests, window):
@@ -188,7 +187,7 @@ def run_figures(requests, result, concurrency, rate, slo):
     else:
         due = [request.from_ns for request in requests]
         window = (min(due), max(due)) if len(due) > 1 else None
-    in_flight = in_flight_mean(requests, window) if window else None
+    in_flight = in_flight_mean([(r.send_ns, r.end_ns) for r in requests], window) if window else None
     seconds = (window[1] - window[0]) / 1e9 if window else None
     measured = [request for request in requests if request.phase == "measured"]
     tokens = sum(float(request.tokens.sum()) for request in requests)

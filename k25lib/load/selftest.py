@@ -64,8 +64,8 @@ def errors(pairs):
 
 def fidelity(url, concurrency, rounds=2):
     """One level against the truth server at `url`: errors in percent, lag, CPU a token, true mean in flight."""
-    driver, target = Driver(Target(url, "truth")), Target(url, "truth")
-    prompts = Prompts(0, 64)
+    target, prompts = Target(url, "truth"), Prompts(0, 64)
+    driver = Driver(target)
     requests = [
         target.request(prompts.make(concurrency, index), OUTPUT_TOKENS, f"c{concurrency}-{index}")
         for index in range(concurrency * (rounds + 1))
@@ -90,15 +90,14 @@ def fidelity(url, concurrency, rounds=2):
         raise K25Error(
             f"the self-test lost {concurrency * rounds - len(pairs)} requests on loopback; --no-selftest goes without"
         )
-    start, end = steady_window(ours, concurrency)
-    true_in_flight = sum(max(0, min(last, end) - max(first, start)) for first, last in truths) / (end - start)
+    window = steady_window(ours, concurrency)
     lags = np.concatenate([request.lags_ns for request in ours])
     found = errors(pairs) | {
         "concurrency": concurrency,
         "lag_ms_p99": float(np.quantile(lags, 0.99)) / 1e6,
         "cpu_us_per_token": result["cpu_s"] * 1e6 / (OUTPUT_TOKENS * len(ours)),
-        "in_flight_mean": in_flight_mean(ours, (start, end)),
-        "true_in_flight_mean": true_in_flight,
+        "in_flight_mean": in_flight_mean([(each.send_ns, each.end_ns) for each in ours], window),
+        "true_in_flight_mean": in_flight_mean(truths, window),
     }
     found = {name: rounded(value) for name, value in found.items()}
     return found | {"stamps": result["stamps"], "honest": honest(found)}

@@ -205,8 +205,10 @@ class Outcome:
         if any(ids for _, _, ids, *_ in chunks):
             counts = [len(ids or ()) for _, _, ids, *_ in chunks]
         elif len(chunks) > 1 and all(isinstance(running, int) for _, _, _, running, _ in chunks):
-            running = [0] + [chunk[3] for chunk in chunks]
-            counts = [max(0, after - before) for before, after in zip(running, running[1:], strict=False)]
+            counts, before = [], 0
+            for _, what, _, running, _ in chunks:
+                counts.append(0 if what == "role" else max(0, running - before))
+                before += counts[-1]
         else:
             completions = all(chunk[4] for chunk in chunks)
             number = {what: sum(chunk[1] == what for chunk in chunks) for what in ("text", "empty", "finish")}

@@ -57,10 +57,10 @@ def _flat(value, prefix=""):
     return row
 
 
-def _whole(name, values, least=1):
+def _whole(name, values):
     for value in values:
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise UsageError(f"{name} must be whole numbers of at least {least}, not {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise UsageError(f"{name} must be whole numbers of at least 1, not {value!r}")
     return list(values)
 
 
@@ -115,20 +115,15 @@ class _Sweeper:
         self.last_said_s, self.levels_left = 0.0, 0
         self.probes, self.honest_concurrency = [], None
 
-    def one(self, name):
-        """One request by itself, its first attempt at a new length; the Request."""
-        prompt = self.prompts.make(name)
-        plan = [self.target.request(prompt, self.settings["output_tokens"], name)]
-        found = _read(self.driver.hold(plan, 1), self.settings["output_tokens"], name, 0, "probe")
-        if self.driver.interrupted:
-            raise KeyboardInterrupt
-        return found[0]
-
     def probe(self):
         """Warm the server up, and find out how prompts are given and how long they are; what was done."""
         while len(self.probes) < 5:
-            request = self.one(f"probe-{len(self.probes)}")
-            self.probes.append(request)
+            name, tokens = f"probe-{len(self.probes)}", self.settings["output_tokens"]
+            plan = [self.target.request(self.prompts.make(name), tokens, name)]
+            self.probes += _read(self.driver.hold(plan, 1), tokens, name, 0, "probe")
+            if self.driver.interrupted:
+                raise KeyboardInterrupt
+            request = self.probes[-1]
             row = request.row
             if row["status"] in (400, 422) and self.prompts.shape == "token ids":
                 self.prompts.shape = "text"  # this server takes no token ids
@@ -261,12 +256,7 @@ def sweep(
         found.interrupted = True
     found.interrupted |= sweeper.driver.interrupted
     if found.interrupted:
-        kept = (
-            f"the last of {len(result['levels'])} levels is kept as far as it came"
-            if result["levels"]
-            else "no level yet"
-        )
-        found.error = f"interrupted: {kept}"
+        found.error = f"interrupted; levels kept: {len(result['levels'])} (the last one as far as it came)"
     result["plateau"] = plateau(result["levels"])
     result["complete"], result["error"] = found.error is None, found.error
     return found

@@ -87,7 +87,7 @@ def test_steady_window_in_flight_and_tokens():
             every.append(steady(shift + turn * 90, index=turn * 2 + slot, slot=slot, phase=phase))
     window = metrics.steady_window(every, 2)
     assert window == (95 * MS, 270 * MS)
-    assert metrics.in_flight_mean(every, window) == pytest.approx(2.0)
+    assert metrics.in_flight_mean([(each.send_ns, each.end_ns) for each in every], window) == pytest.approx(2.0)
     assert metrics.tokens_within(every, window) == 20 - 1  # the last token of slot 1 came later: drain
     result = {
         "cpu_s": 0.001,

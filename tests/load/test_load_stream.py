@@ -109,8 +109,16 @@ def test_token_ids_and_running_usage_count_the_tokens_of_a_chunk():
     assert read(stream(*running, DONE)).tokens == [1, 3, 2]
 
 
-def delta(finish=None, **more):
-    return event({"delta": more, "finish_reason": finish})
+def delta(finish=None, usage=None, **more):
+    return event({"delta": more, "finish_reason": finish}, **({"usage": usage} if usage else {}))
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_running_usage_on_the_role_chunk_is_no_token(first):
+    body = [delta(role="assistant", content="", usage={"completion_tokens": first})]
+    body += [delta(content="x", usage={"completion_tokens": number}) for number in range(1, TOKENS + 1)]
+    outcome = read(stream(*body, DONE))
+    assert (outcome.kind, outcome.tokens, outcome.times_ns[0]) == ("ok", [1] * TOKENS, 20_000_000)
 
 
 def test_a_role_only_first_chunk_is_no_token():
