@@ -134,7 +134,7 @@ class Startup:
         left, basis = self.left_s(now)
         if left is not None and self.stage != "ready":
             words += f", {span(left)} left {basis}"
-        if self.memory_bytes:
+        if (self.memory_bytes or 0) >= 50_000_000:
             words += f", {self.memory_bytes / 1e9:.1f} GB held"
         quiet = now - self._moved
         if self.stage != "ready" and quiet >= 120:
