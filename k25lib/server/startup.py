@@ -171,6 +171,12 @@ class Startup:
             self.percent = int(bars[-1])
 
 
+def last_line(text):
+    """The last line of what a program said."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:300] if lines else "it said nothing"
+
+
 def last_error(text):
     """The last error that a log quotes, in one line; '' if there is none."""
     return (_errors(text) or [""])[-1]
