@@ -157,7 +157,11 @@ class Controlled(External):
     def close(self):
         """Back to the normal configuration, if it is not in that."""
         if self.mode != "normal":
-            self._switch("normal")
+            try:
+                self._switch("normal")
+            except BaseException:
+                say(f"not put back; by hand: {redact(self.normal.command('start'))}")
+                raise
 
     def _switch(self, mode):
         say(f"restarting in the {'profiling' if mode == 'profiling' else 'normal'} configuration")

@@ -17,6 +17,7 @@ from k25lib.client import Client, ServerDown
 from k25lib.errors import K25Error, UsageError
 from k25lib.redaction import redact
 from k25lib.server import process
+from k25lib.server.startup import last_line
 from k25lib.server.supervisor import start_time
 from k25lib.server.watch import LogCommand, wait_until_ready
 
@@ -138,7 +139,7 @@ class Control:
         if "--profiler-config" in told.stdout:
             return
         if told.returncode:
-            raise K25Error(f"vLLM's help can't be read ({_last(told.stderr)}): is control.command right?")
+            raise K25Error(f"vLLM's help can't be read ({last_line(told.stderr)}): is control.command right?")
         raise K25Error(
             "this vLLM has no --profiler-config: set control.profiling to a command with the environment variable "
             f"VLLM_TORCH_PROFILER_DIR={traces}"
@@ -149,7 +150,7 @@ class Control:
         reached."""
         done = self._sh(self.command("running"), 60)
         if done.returncode == 255 and self.via:  # ssh's own failure
-            raise K25Error(f"the server's host can't be reached: {redact(_last(done.stderr))}")
+            raise K25Error(f"the server's host can't be reached: {redact(last_line(done.stderr))}")
         told = done.stdout.strip()
         self.pid = int(told) if told.isdigit() and not self.via else None
         return done.returncode == 0
@@ -237,7 +238,7 @@ class Control:
             return
         done = self._sh(command, CHANGE_LIMIT_S)
         if done.returncode:
-            raise K25Error(f"failed (exit status {done.returncode}): {redact(_last(done.stderr or done.stdout))}")
+            raise K25Error(f"failed (exit status {done.returncode}): {redact(last_line(done.stderr or done.stdout))}")
 
     def _check_allowed(self, command):
         if not self.allowed and not self.dry:
@@ -272,8 +273,3 @@ def _wait_until_silent(url):
 def presets():
     """The presets: name -> strings and `about`."""
     return tomllib.loads(Path(__file__).with_name("presets.toml").read_text(encoding="utf-8"))
-
-
-def _last(text):
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1][:300] if lines else "it said nothing"

@@ -134,7 +134,7 @@ class Startup:
         left, basis = self.left_s(now)
         if left is not None and self.stage != "ready":
             words += f", {span(left)} left {basis}"
-        if self.memory_bytes:
+        if (self.memory_bytes or 0) >= 50_000_000:
             words += f", {self.memory_bytes / 1e9:.1f} GB held"
         quiet = now - self._moved
         if self.stage != "ready" and quiet >= 120:
@@ -169,6 +169,12 @@ class Startup:
                 self._shard_s = taken / done if done else None
         if bars := _BAR.findall(line):
             self.percent = int(bars[-1])
+
+
+def last_line(text):
+    """The last line of what a program said."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:300] if lines else "it said nothing"
 
 
 def last_error(text):

