@@ -23,7 +23,7 @@ from k25lib.client import Client
 from k25lib.errors import K25Error, UsageError
 from k25lib.load.sweep import send
 
-METHOD = 1  # goes up when a number of a capture would change
+METHOD = 2  # goes up when a number of a capture would change; 2: the unprofiled TPOT is not of the warm-up
 WRITTEN = {"torch": re.compile(r"\.(pt\.)?trace\.json(\.gz)?$"), "nsys": re.compile(r"\.nsys-rep$")}
 TABLE = re.compile(r"profiler_out.*\.txt$")
 DECODE = re.compile(rb'"user_annotation",\s*"name":\s*"execute_(?:\d+_)?context_0\([^"]*\)_generation_[1-9]')
@@ -62,7 +62,8 @@ def capture(url, model, traces, target, *, concurrency, requests, input_tokens, 
     client.require_profiler(stop_timeout_s)
     load = {"input_tokens": input_tokens, "output_tokens": output_tokens, "api_key": None}
 
-    say(f"warm-up: {requests} requests at C={concurrency}, profiler off")
+    say(f"warm-up: {requests} requests at C={concurrency}; then the same, timed, profiler off")
+    send(url, model, requests, concurrency, **load)
     plain = send(url, model, requests, concurrency, **load)
     before = _listing(traces, profiler)
     with _profiling(client, stop_timeout_s, say) as times:

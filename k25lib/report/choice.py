@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import pandas as pd
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.display import display
 
@@ -94,6 +93,5 @@ def _bundle(made, columns):
     """What a notebook keeps of a figure or a frame: a frame's headings have units, its numbers digits that count."""
     if hasattr(made, "to_plotly_json"):
         return {PLOTLY: json_of(made)}
-    shown = tables.table(made, columns=list(columns) or None) or {"rows": [["nothing to show"]], "head": [""]}
-    frame = pd.DataFrame(shown["rows"], columns=shown["head"])
-    return {"text/html": frame.to_html(index=False), "text/plain": frame.to_string(index=False)}
+    shown = tables.shown(made, *columns)
+    return {"text/html": shown.to_html(), "text/plain": shown.data.to_string(index=False)}

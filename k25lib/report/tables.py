@@ -126,6 +126,12 @@ def table(records, title="", columns=None, rows=None):
     }
 
 
+def shown(records, *columns):
+    """Records as a notebook shows them: as `table` has them, without an index; `none` where there are none."""
+    made = table(records, columns=list(columns) or None) or {"head": [""], "rows": [["none"]]}
+    return pd.DataFrame(made["rows"], columns=made["head"]).style.hide()
+
+
 def _says_something(column):
     return not (column.isna() | column.astype(object).map(lambda value: isinstance(value, str) and not value)).all()
 
