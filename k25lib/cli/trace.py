@@ -30,7 +30,8 @@ def add(commands):
 def _breakdown(args):
     gc.disable()  # a short process whose data are columns: collecting would only cost time
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's thread pool costs more than all sums here
-    from k25lib.trace.breakdown import breakdown, census, expected_calls, find_files
+    from k25lib.trace.breakdown import breakdown, census, expected_calls
+    from k25lib.trace.files import find_files
 
     files, _ = find_files(args.paths)
     megabytes = sum(path.stat().st_size for path in files if path.exists()) / 1e6

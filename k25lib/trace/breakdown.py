@@ -3,11 +3,11 @@
 from pathlib import Path
 
 from k25lib.errors import K25Error, UsageError
-from k25lib.trace import decode, kineto, ranks, steps, text_table
+from k25lib.trace import decode, ranks, steps, text_table
 from k25lib.trace.categories import GROUPS, Categories
+from k25lib.trace.files import find_files, peek
 
 SCHEMA = "k25.breakdown/1"
-TRACES = (".json", ".json.gz")
 CENSUS_CATEGORIES = ("moe_gemm", "attention", "gemm")
 WRAPPERS = ("vllm::unified_",)  # operators whose work is an operator inside: counted only where no such one is seen
 
@@ -28,19 +28,21 @@ def breakdown(paths, group="fine", categories=None, expected=None, session=None)
     peeks, losses = [], []
     for path in traces:
         try:
-            peeks.append(kineto.peek(path))
+            peeks += peek(path)
         except K25Error as error:
-            losses.append({"file": str(path), "kind": "unreadable file", "count": 1, "detail": str(error)})
+            losses.append(_loss(path, "unreadable file", 1, str(error)))
     ranks.identify(peeks)
     groups = ranks.sessions(peeks)
     chosen, told = _choose(groups, session)
     losses += told
     measured = []
-    for peek, result in zip(chosen, _measure_all(chosen, group, categories), strict=True):
+    for known, result in zip(chosen, _measure_all(chosen, group, categories), strict=True):
         if "error" in result:
-            losses.append({"file": peek["path"], "kind": "unreadable file", "count": 1, "detail": result["error"]})
+            losses.append(_loss(known["path"], "unreadable file", 1, result["error"]))
         else:
-            measured.append(result | {"rank": peek["rank"], "rank_from": peek["rank_from"]})
+            losses += known.get("losses", [])
+            result["meta"]["world_size"] = result["meta"]["world_size"] or known["world_size"]
+            measured.append(result | {"rank": known["rank"], "rank_from": known["rank_from"]})
     if not measured:
         if tables:
             return _from_tables(tables, losses, group, categories)
@@ -53,39 +55,6 @@ def breakdown(paths, group="fine", categories=None, expected=None, session=None)
     measured.sort(key=lambda m: (m["rank"], m["path"]))
     result = _result(measured, groups, chosen, losses, tables if chosen is groups[-1] else [])
     return result | {"group": group, "census": census(result, expected)}
-
-
-def find_files(paths):
-    """(trace files, text tables) of files and folders. A folder without traces is searched one level down."""
-    traces, tables = [], []
-    for path in map(Path, paths):
-        if not path.exists():
-            raise UsageError(f"no such file or folder: {path}")
-        if path.is_dir():
-            inside = sorted(path.iterdir())
-            if not any(_is_trace(p) or _is_table(p) for p in inside):
-                inside = sorted(path.glob("*/*"))
-            traces += [p for p in inside if _is_trace(p)]
-            tables += [p for p in inside if _is_table(p)]
-        elif path.suffix == ".txt":
-            tables.append(path)
-        elif path.suffix in (".sqlite", ".nsys-rep"):
-            raise UsageError(f"{path}: nsys files are not read yet; give the torch profiler's traces")
-        else:
-            traces.append(path)
-    if not traces and not tables:
-        raise K25Error(
-            f"no traces (*.json, *.json.gz) in {', '.join(map(str, paths))}: was the capture stopped and written?"
-        )
-    return list(dict.fromkeys(traces)), list(dict.fromkeys(tables))
-
-
-def _is_trace(path):
-    return path.is_file() and path.name.endswith(TRACES) and ("trace" in path.name or path.name.endswith(".gz"))
-
-
-def _is_table(path):
-    return path.is_file() and path.suffix == ".txt" and "profiler_out" in path.name
 
 
 def _loss(path, kind, count, detail):
@@ -104,7 +73,7 @@ def _choose(groups, session):
 
 
 def _measure_all(chosen, group, categories):
-    jobs = [(peek["path"], group, categories) for peek in chosen]
+    jobs = [(known["path"], group, categories, known.get("device")) for known in chosen]
     if len(jobs) < 2:
         return [_measure(*job) for job in jobs]
     import joblib  # costs as much as reading a small file, so only where there is something to share out
@@ -113,9 +82,9 @@ def _measure_all(chosen, group, categories):
     return joblib.Parallel(n_jobs=workers)(joblib.delayed(_measure)(*job) for job in jobs)
 
 
-def _measure(path, group, categories):
+def _measure(*job):
     try:
-        return decode.measure(path, group, categories)
+        return decode.measure(*job)
     except K25Error as error:
         return {"error": str(error)}
 
@@ -126,7 +95,7 @@ def _result(measured, groups, chosen, losses, tables):
     world = max([m["meta"]["world_size"] or 0 for m in measured] + [max(rank_of) + 1])
     for m in measured:
         losses += m["losses"]
-        if m["rank_from"] != "distributedInfo":
+        if m["rank_from"] not in ("distributedInfo", "deviceId"):
             losses.append(
                 _loss(m["path"], "rank from name", 1, f"no distributedInfo: rank {m['rank']} from {m['rank_from']}")
             )
@@ -198,6 +167,8 @@ def _parallel(measured):
     (`ep`): only the process's name can tell that."""
     told = [(ranks.fields(Path(m["path"]).name) or ranks.fields(m["meta"]["process"] or "")) for m in measured]
     sizes = {k: 1 + max(t.get(k, 0) for t in told) for k in ("dp", "pp", "tp")}
+    if all(m["rank_from"] == "deviceId" for m in measured):  # nsys tells of GPUs alone
+        sizes["tp"] = len(measured)
     return sizes | {"ep": any("_EP" in (m["meta"]["process"] or "") for m in measured)}
 
 
@@ -284,14 +255,14 @@ def _from_tables(tables, losses, group, categories):
         except K25Error as error:
             losses.append(_loss(path, "unreadable table", 1, str(error)))
             continue
-        peek = {"path": str(path), "rank": None, "process": None}
-        ranks.identify([peek])
+        known = {"path": str(path), "rank": None, "process": None}
+        ranks.identify([known])
         last = Path(path).stem.rpartition("_")[2]
         rank = (
             int(last)
             if last.isdigit()
-            else peek["rank"]
-            if peek["rank_from"] != "nothing: numbered in order"
+            else known["rank"]
+            if known["rank_from"] != "nothing: numbered in order"
             else number
         )
         wanted = ("kernel",) if any(row["kind"] == "kernel" for row in rows) else ("operator",)

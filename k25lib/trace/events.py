@@ -4,15 +4,33 @@ import json
 import re
 from array import array
 from decimal import Decimal
+from enum import Enum
 
 import msgspec
 
+from k25lib.trace.table import KERNEL, MEMCPY, MEMSET, OPERATOR
 from k25lib.trace.windows import BOUNDARY
 
-NAMES = {"Kernel": "kernel", "Memcpy": "gpu_memcpy", "Memset": "gpu_memset"}  # older spellings of `cat`
-KINDS = {"kernel": 0, "gpu_memcpy": 1, "gpu_memset": 2, "cpu_op": 3}
-MARKS = {"user_annotation", "gpu_user_annotation"}
-LAUNCHES = {"cuda_runtime", "cuda_driver", "hip_runtime"}
+
+class Cat(Enum):
+    """The member `cat` of an event: decoding to one of a few objects is cheaper than to a string each time."""
+
+    NONE, OTHER, ARROW, FRAME = "", " ", "ac2g", "python_function"
+    KERNEL, COPY, SET, OPERATOR = "kernel", "gpu_memcpy", "gpu_memset", "cpu_op"
+    OLD_KERNEL, OLD_COPY, OLD_SET = "Kernel", "Memcpy", "Memset"
+    MARK, GPU_MARK = "user_annotation", "gpu_user_annotation"
+    RUNTIME, DRIVER, HIP = "cuda_runtime", "cuda_driver", "hip_runtime"
+    __hash__ = object.__hash__
+
+    @classmethod
+    def _missing_(cls, value):
+        return cls.OTHER
+
+
+KINDS = {Cat.KERNEL: KERNEL, Cat.OLD_KERNEL: KERNEL, Cat.OPERATOR: OPERATOR}
+KINDS |= {Cat.COPY: MEMCPY, Cat.OLD_COPY: MEMCPY, Cat.SET: MEMSET, Cat.OLD_SET: MEMSET}
+MARKS = {Cat.MARK, Cat.GPU_MARK}
+LAUNCHES = {Cat.RUNTIME, Cat.DRIVER, Cat.HIP}
 
 _END = re.compile(rb"\}\s*,?\s*\]")
 # Damage is rare: these patterns are compiled when they are first needed
@@ -35,7 +53,7 @@ _NAN = float("nan")
 
 
 class _Event(msgspec.Struct, gc=False):
-    cat: str = ""
+    cat: Cat = Cat.NONE
     name: str = ""
     ts: float = _NAN
     dur: float = _NAN
@@ -89,7 +107,7 @@ class Columns:
         for event in events:
             start, number = event.ts, event.args.external
             end = start + event.dur
-            key = (event.cat, event.name, number if number >= 0 else start)
+            key = (event.cat is Cat.GPU_MARK, event.name, number if number >= 0 else start)
             known = marks.get(key)
             if known is None:
                 if end >= start:  # a negative or missing duration marks nothing
@@ -105,7 +123,7 @@ class Reader:
         event_type = _ExactEvent if exact else _OperatorEvent if operators else _Event
         self.columns, self.operators, self.exact = columns, operators, exact
         self.decode = msgspec.json.Decoder(list[event_type]).decode
-        self.wanted = MARKS | (set() if operators else {"gpu_memcpy", "gpu_memset", *NAMES})
+        self.wanted = {Cat.NONE} | MARKS | (set() if operators else KINDS.keys() - {Cat.KERNEL, Cat.OPERATOR})
         self.wanted |= LAUNCHES if launches else set()
 
     def window(self, *parts):
@@ -142,29 +160,29 @@ class Reader:
             for event in events:
                 event.ts = float(event.ts - columns.offset_us)
         if self.operators:
-            chosen = [e for e in events if e.cat == "cpu_op" and e.ph == "X"]
+            chosen = [e for e in events if e.cat is Cat.OPERATOR and e.ph == "X"]
             if chosen:
-                columns.add(chosen, KINDS["cpu_op"])
+                columns.add(chosen, OPERATOR)
                 # a thread stands where a stream does; a name is given a number of its own
                 threads = [e.tid if isinstance(e.tid, int) else hash(e.tid) & 0x7FFFFFFF for e in chosen]
                 columns.stream[-len(chosen) :] = array("q", threads)
         else:
-            chosen = [e for e in events if e.cat == "kernel"]
+            kernel = Cat.KERNEL
+            chosen = [e for e in events if e.cat is kernel]
             if chosen:
-                columns.add(chosen, KINDS["kernel"])
+                columns.add(chosen, KERNEL)
         wanted = self.wanted
-        chosen = [e for e in events if e.cat in wanted or (not e.cat and e.name == "process_name")]
+        chosen = [e for e in events if e.cat in wanted]
         columns.mark([e for e in chosen if e.cat in MARKS])
         copies = {}
         for event in chosen:
             cat = event.cat
             if cat in LAUNCHES:
                 columns.launches[event.args.correlation] = event.ts
-            elif not cat:
-                if "Worker" in event.args.name or not columns.process:
-                    columns.process = event.args.name
-            elif cat not in MARKS:
-                copies.setdefault(KINDS[NAMES.get(cat, cat)], []).append(event)
+            elif cat in KINDS:
+                copies.setdefault(KINDS[cat], []).append(event)
+            elif event.name == "process_name" and ("Worker" in event.args.name or not columns.process):
+                columns.process = event.args.name
         for kind, chosen in copies.items():
             columns.add(chosen, kind)
 
@@ -230,6 +248,7 @@ class Reader:
         args = raw.get("args") if isinstance(raw.get("args"), dict) else {}
         cat, name = (raw.get(key) if isinstance(raw.get(key), str) else "" for key in ("cat", "name"))
         label = args.get("name")
+        cat = Cat(cat)
         event = _OperatorEvent(cat=cat, name=name, ts=_number(raw.get("ts")), dur=_number(raw.get("dur")))
         event.ph = raw.get("ph", "X")
         event.tid = raw.get("tid") if isinstance(raw.get("tid"), int | str) else 0

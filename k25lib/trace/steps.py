@@ -78,11 +78,12 @@ def find(trace, category, launch_times=None):
     if steps:
         _settle(steps)
         _measure(trace, steps, size)
-        _loose(trace, steps, kernels, size)
+        if _loose(trace, steps, kernels, size):
+            _measure(trace, steps, size)
     else:
         period = _period(trace, kernels, category)
         steps = _by_graph(trace, kernels, graph, size, period) or _by_period(trace, kernels, graph, period)
-    _measure(trace, steps, size)
+        _measure(trace, steps, size)
     _classify(steps, trace)
     steps.outside = int(np.count_nonzero(steps.of[kernels] < 0))
     if trace.marks or trace.cpu_marks:
@@ -162,12 +163,13 @@ def _measure(trace, steps, size):
 
 
 def _loose(trace, steps, kernels, size):
-    """Kernels outside every annotation: whole passes of an idle rank, or a few kernels that belong to a neighbour."""
+    """Kernels outside every annotation: whole passes of an idle rank, or a few kernels that belong to a neighbour.
+    Returns whether there were any."""
     loose = kernels[steps.of[kernels] < 0]
     work = [p for p in steps.passes if p.kernels]
     usual = np.median([p.kernels for p in work] or [0])
     if not len(loose) or not usual:
-        return
+        return False
     starts = np.array([p.start_ns for p in work])
     between = np.searchsorted(starts, trace.start_ns[loose], "right")  # how many passes have begun before
     own = np.where(steps.graph[loose] >= 0, np.bincount(steps.graph[loose] + 1)[steps.graph[loose] + 1], 0)
@@ -199,6 +201,7 @@ def _loose(trace, steps, kernels, size):
         distance, owner, p = min((max(begin - p.end_ns, p.start_ns - end, 0), i, p) for i, p in near)
         if distance < 0.5 * (p.end_ns - p.start_ns):
             steps.of[rows] = owner
+    return True
 
 
 def _by_graph(trace, kernels, graph, size, period):

@@ -8,7 +8,6 @@ from isal import isal_zlib
 from k25lib.errors import K25Error
 
 WINDOW_BYTES = 1 << 19  # the events of a window stay in the processor's cache
-READ_BYTES = 1 << 14
 LIMIT_BYTES = 16 << 20  # no header and no event is larger than this
 
 _KEY = rb'"(?:ph|cat|name|pid|tid|ts|dur|id|bp|s|args|tts|cname|sf)"\s*:'
