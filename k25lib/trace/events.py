@@ -38,7 +38,7 @@ _NOT_A_NUMBER = rb"(?i)([:\[,]\s*)[-+]?(?:nan|inf|infinity)(?:\([a-z]*\))?(?=\s*
 _BAD_ESCAPE = rb'\\(?!["\\/bfnrt]|u[0-9a-fA-F]{4})'
 _TRAILING_COMMA = rb",(\s*[}\]])"
 _NAME = rb'(?s)"name":\s*"(.*?)"(?=\s*[,}]\s*(?:"(?:pid|ph|cat|ts|tid|dur|args)"\s*:|$))'
-_LOOKS_GPU = rb'"cat":\s*"(?:kernel|gpu_mem|Kernel|Mem)'
+_LOOKS_GPU = rb'["\']cat["\']\s*:\s*["\'](?:kernel|gpu_mem|Kernel|Mem)'
 
 
 class _Args(msgspec.Struct, gc=False, frozen=True):
@@ -219,16 +219,23 @@ class Reader:
                 return more + 1, 0
         if self.one(repaired(text.strip(b", \r\n\t")), is_repaired=True):
             return 1, 0
-        if is_last and index == len(pieces) - 1:
+        rest = self.objects(text)
+        at_end = is_last and index == len(pieces) - 1
+        if not rest.strip(b", \r\n\t"):
+            self.columns.repaired += 1  # nothing is lost but a comma
+        elif not at_end or len(rest) < len(text):  # the cut event at the end of a cut file is told as `truncated`
+            self.columns.unreadable += 1
+            self.columns.unreadable_gpu += bool(re.search(_LOOKS_GPU, rest))
+        return 1, begin + len(text) - len(rest) if at_end and b"]" in rest and len(rest) < len(text) else 0
+
+    def objects(self, text):
+        """Take the whole objects that a text begins with, one after another; returns what is behind them."""
+        while True:
             whole, rest = _first_object(text)
             if whole is None:
-                return 1, 0  # the cut event at the end of a cut file is told as `truncated`
+                return text
             self.take([self.event(whole)])
-            self.columns.unreadable += 1
-            return 1, begin + len(text) - len(rest) if b"]" in rest else 0
-        self.columns.unreadable += 1
-        self.columns.unreadable_gpu += bool(re.search(_LOOKS_GPU, text))
-        return 1, 0
+            text = rest
 
     def one(self, text, is_repaired=False):
         """Take one event's text, strictly or (when repaired) leniently; returns whether it was a whole event."""

@@ -147,6 +147,7 @@ def _tell(trace, columns):
     for kind, detail in columns.warnings:
         trace.lose(kind, 1, detail)
     trace.truncated = any(kind in ("truncated", "damaged gzip") for kind, _ in columns.warnings)
+    trace.lose("second trace", columns.foot.count(b'"traceEvents"'), "another one follows in the same file: not read")
     trace.lose("repaired", columns.repaired, "events with damaged text, mended and used")
     detail = f"events that could not be read and are lost, {columns.unreadable_gpu} of them of the GPU"
     trace.lose("unreadable", columns.unreadable, detail)
