@@ -3,9 +3,10 @@
 from pathlib import Path
 
 from k25lib.errors import K25Error, UsageError
-from k25lib.trace import decode, ranks, steps, text_table
+from k25lib.trace import decode, ranks, text_table
 from k25lib.trace.categories import GROUPS, Categories
 from k25lib.trace.files import find_files, peek
+from k25lib.trace.table import loss
 
 SCHEMA = "k25.breakdown/1"
 CENSUS_CATEGORIES = ("moe_gemm", "attention", "gemm")
@@ -30,7 +31,7 @@ def breakdown(paths, group="fine", categories=None, expected=None, session=None)
         try:
             peeks += peek(path)
         except K25Error as error:
-            losses.append(_loss(path, "unreadable file", 1, str(error)))
+            losses.append(loss(path, "unreadable file", 1, str(error)))
     ranks.identify(peeks)
     groups = ranks.sessions(peeks)
     chosen, told = _choose(groups, session)
@@ -38,27 +39,28 @@ def breakdown(paths, group="fine", categories=None, expected=None, session=None)
     measured = []
     for known, result in zip(chosen, _measure_all(chosen, group, categories), strict=True):
         if "error" in result:
-            losses.append(_loss(known["path"], "unreadable file", 1, result["error"]))
+            losses.append(loss(known["path"], "unreadable file", 1, result["error"]))
         else:
             losses += known.get("losses", [])
             result["meta"]["world_size"] = result["meta"]["world_size"] or known["world_size"]
             measured.append(result | {"rank": known["rank"], "rank_from": known["rank_from"]})
     if not measured:
         if tables:
-            return _from_tables(tables, losses, group, categories)
-        raise K25Error("; ".join(loss["detail"] for loss in losses) or "no trace files")
+            rules = Categories(categories)
+            return {
+                "schema": SCHEMA,
+                **text_table.totals(tables, losses, lambda name: rules.fold(rules.category(name), group)),
+                "group": group,
+            }
+        raise K25Error("; ".join(told["detail"] for told in losses) or "no trace files")
     kinds = {m["kind"] for m in measured}
     if len(kinds) > 1:  # a GPU capture with a rank that lost its GPU events: operators are never added to kernels
         for m in [m for m in measured if m["kind"] == "cpu"]:
-            losses.append(_loss(m["path"], "no GPU events", 1, "CPU operators only; left out beside the GPU ranks"))
+            losses.append(loss(m["path"], "no GPU events", 1, "CPU operators only; left out beside the GPU ranks"))
         measured = [m for m in measured if m["kind"] == "gpu"]
     measured.sort(key=lambda m: (m["rank"], m["path"]))
     result = _result(measured, groups, chosen, losses, tables if chosen is groups[-1] else [])
     return result | {"group": group, "census": census(result, expected)}
-
-
-def _loss(path, kind, count, detail):
-    return {"file": str(path), "kind": kind, "count": count, "detail": detail}
 
 
 def _choose(groups, session):
@@ -69,7 +71,7 @@ def _choose(groups, session):
     index = len(groups) - 1 if session is None else session
     others = [p["path"] for i, g in enumerate(groups) if i != index for p in g]
     detail = f"files of {len(groups) - 1} other sessions here, not merged; --session 0..{len(groups) - 1} picks one"
-    return groups[index], [_loss(Path(others[0]).parent, "other sessions", len(others), detail)] if others else []
+    return groups[index], [loss(Path(others[0]).parent, "other sessions", len(others), detail)] if others else []
 
 
 def _measure_all(chosen, group, categories):
@@ -97,14 +99,14 @@ def _result(measured, groups, chosen, losses, tables):
         losses += m["losses"]
         if m["rank_from"] not in ("distributedInfo", "deviceId"):
             losses.append(
-                _loss(m["path"], "rank from name", 1, f"no distributedInfo: rank {m['rank']} from {m['rank_from']}")
+                loss(m["path"], "rank from name", 1, f"no distributedInfo: rank {m['rank']} from {m['rank_from']}")
             )
         if not m["per_step"]:
             detail = "no whole decode step found: figures per step cannot be given"
-            losses.append(_loss(m["path"], "no decode steps", 1, detail))
+            losses.append(loss(m["path"], "no decode steps", 1, detail))
         if m["outside"]:
             losses.append(
-                _loss(m["path"], "outside steps", m["outside"], "kernels that belong to no pass, in no figure")
+                loss(m["path"], "outside steps", m["outside"], "kernels that belong to no pass, in no figure")
             )
     clashes = [
         {"rank": r, "files": [m["path"] for m in measured if m["rank"] == r]}
@@ -113,14 +115,14 @@ def _result(measured, groups, chosen, losses, tables):
     ]
     for clash in clashes:
         detail = f"{len(clash['files'])} files claim rank {clash['rank']}; all are kept, and collectives are not paired"
-        losses.append(_loss(clash["files"][-1], "rank clash", len(clash["files"]), detail))
+        losses.append(loss(clash["files"][-1], "rank clash", len(clash["files"]), detail))
     missing = sorted(set(range(world)) - set(rank_of))
     if missing:
         some = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-        losses.append(_loss(Path(lead["path"]).parent, "missing ranks", len(missing), f"no trace of ranks {some}"))
+        losses.append(loss(Path(lead["path"]).parent, "missing ranks", len(missing), f"no trace of ranks {some}"))
     collectives, skew, told = ranks.pair([lead] if clashes else measured)
     losses += told
-    checks = _cross_check(measured, tables, losses)
+    checks = text_table.cross_check(measured, tables, losses)
     return {
         "schema": SCHEMA,
         "capture": {
@@ -210,115 +212,6 @@ def expected_calls(result, config, tp=None, overrides=None):
     told = result["capture"].get("parallel", {"tp": 1, "dp": 1, "ep": False})
     step = load_model(config, overrides).step(tp=tp or told["tp"], batch=1, ep=told["ep"], dp=told["dp"])
     return step.census(result["capture"]["kind"])
-
-
-def _cross_check(measured, tables, losses):
-    """The profiler's own totals against each trace's."""
-    checks = []
-    for path in tables:
-        owner = next((m for m in measured if _belongs(path, m)), None)
-        if owner is None:
-            continue
-        try:
-            rows = text_table.read(path)
-        except K25Error as error:
-            losses.append(_loss(path, "unreadable table", 1, str(error)))
-            continue
-        result = text_table.check(rows, owner["session"], owner["kind"] == "gpu")
-        checks.append({"rank": owner["rank"], "file": str(path), **result})
-        if result["differ"]:
-            worst = max(result["differ"], key=lambda d: abs(d["table_ms"] - d["trace_ms"]))
-            detail = (
-                f"the profiler's table has other totals than the trace, most for {worst['name'][:40]}: "
-                f"{worst['table_calls']} calls, {worst['table_ms']:.3f} ms, not "
-                f"{worst['trace_calls']}, {worst['trace_ms']:.3f}"
-            )
-            losses.append(_loss(path, "table differs", len(result["differ"]), detail))
-    return checks
-
-
-def _belongs(table, m):
-    name, trace = Path(table).name, Path(m["path"])
-    if Path(table).parent != trace.parent:
-        return False
-    if name.startswith("profiler_out_"):
-        return name == f"profiler_out_{m['rank']}.txt"
-    return trace.name.startswith(name.split(".profiler_out")[0] + ".")
-
-
-def _from_tables(tables, losses, group, categories):
-    """No trace survived: the session's totals by kernel, and no figure per step."""
-    rules, totals = Categories(categories), []
-    for number, path in enumerate(tables):
-        try:
-            rows = text_table.read(path)
-        except K25Error as error:
-            losses.append(_loss(path, "unreadable table", 1, str(error)))
-            continue
-        known = {"path": str(path), "rank": None, "process": None}
-        ranks.identify([known])
-        last = Path(path).stem.rpartition("_")[2]
-        rank = (
-            int(last)
-            if last.isdigit()
-            else known["rank"]
-            if known["rank_from"] != "nothing: numbered in order"
-            else number
-        )
-        wanted = ("kernel",) if any(row["kind"] == "kernel" for row in rows) else ("operator",)
-        for row in rows:
-            if row["kind"] in wanted:
-                category = rules.fold(rules.category(row["name"]), group)
-                totals.append(
-                    {
-                        "rank": rank,
-                        "name": row["name"],
-                        "category": category,
-                        "calls": row["calls"],
-                        "ms": row["self_ns"] / 1e6,
-                    }
-                )
-    if not totals:
-        raise K25Error("; ".join(loss["detail"] for loss in losses) or "no profiler table could be read")
-    note = (
-        "totals over the whole session from the profiler's text table, prefill included: no figure per decode step can "
-        "be given; names are cut, so categories are a guess for long ones"
-    )
-    losses.append(_loss(tables[0], "no trace", len(tables), note))
-    found = sorted({row["rank"] for row in totals})
-    empty = {
-        key: []
-        for key in (
-            "per_step",
-            "categories",
-            "kernels",
-            "unknown",
-            "census",
-            "collectives",
-            "skew",
-            "by_kind",
-            "cross_check",
-            "passes",
-        )
-    }
-    return {
-        "schema": SCHEMA,
-        "capture": {
-            "kind": "table",
-            "note": note,
-            "files": len(tables),
-            "ranks": found,
-            "world_size": max(found) + 1,
-            "missing_ranks": sorted(set(range(max(found) + 1)) - set(found)),
-            "clashes": [],
-            "sessions": [],
-        },
-        "losses": losses,
-        "steps": {"found_by": None, **dict.fromkeys(steps.KINDS, 0), "by_batch": {}, "by_rank": []},
-        **empty,
-        "session_totals": totals,
-        "group": group,
-    }
 
 
 def fold(result, group, categories=None):

@@ -8,6 +8,7 @@ from enum import Enum
 
 import msgspec
 
+from k25lib.trace.repair import first_object, integer, number, repaired
 from k25lib.trace.table import KERNEL, MEMCPY, MEMSET, OPERATOR
 from k25lib.trace.windows import BOUNDARY
 
@@ -33,11 +34,6 @@ MARKS = {Cat.MARK, Cat.GPU_MARK}
 LAUNCHES = {Cat.RUNTIME, Cat.DRIVER, Cat.HIP}
 
 _END = re.compile(rb"\}\s*,?\s*\]")
-# Damage is rare: these patterns are compiled when they are first needed
-_NOT_A_NUMBER = rb"(?i)([:\[,]\s*)[-+]?(?:nan|inf|infinity)(?:\([a-z]*\))?(?=\s*[,}\]])"
-_BAD_ESCAPE = rb'\\(?!["\\/bfnrt]|u[0-9a-fA-F]{4})'
-_TRAILING_COMMA = rb",(\s*[}\]])"
-_NAME = rb'(?s)"name":\s*"(.*?)"(?=\s*[,}]\s*(?:"(?:pid|ph|cat|ts|tid|dur|args)"\s*:|$))'
 _LOOKS_GPU = rb'["\']cat["\']\s*:\s*["\'](?:kernel|gpu_mem|Kernel|Mem)'
 
 
@@ -231,7 +227,7 @@ class Reader:
     def objects(self, text):
         """Take the whole objects that a text begins with, one after another; returns what is behind them."""
         while True:
-            whole, rest = _first_object(text)
+            whole, rest = first_object(text)
             if whole is None:
                 return text
             self.take([self.event(whole)])
@@ -256,13 +252,13 @@ class Reader:
         cat, name = (raw.get(key) if isinstance(raw.get(key), str) else "" for key in ("cat", "name"))
         label = args.get("name")
         cat = Cat(cat)
-        event = _OperatorEvent(cat=cat, name=name, ts=_number(raw.get("ts")), dur=_number(raw.get("dur")))
+        event = _OperatorEvent(cat=cat, name=name, ts=number(raw.get("ts")), dur=number(raw.get("dur")))
         event.ph = raw.get("ph", "X")
         event.tid = raw.get("tid") if isinstance(raw.get("tid"), int | str) else 0
         event.args = _Args(
-            _integer(args.get("stream", raw.get("tid") if cat in KINDS else None)),
-            _integer(args.get("correlation")),
-            _integer(args.get("External id", args.get("external id"))),
+            integer(args.get("stream", raw.get("tid") if cat in KINDS else None)),
+            integer(args.get("correlation")),
+            integer(args.get("External id", args.get("external id"))),
             label if isinstance(label, str) else "",
         )
         if self.exact:
@@ -280,34 +276,3 @@ class RawReader(Reader):
 
     def event(self, raw):
         return raw
-
-
-def _first_object(text):
-    """(The whole object that bytes begin with, the bytes after it), or (None, text): junk may follow an event."""
-    try:
-        value, end = json.JSONDecoder(strict=False).raw_decode(text.decode("latin-1").lstrip())
-    except (ValueError, RecursionError):
-        return None, text
-    return (value, text.lstrip()[end:]) if isinstance(value, dict) else (None, text)
-
-
-def _number(value):
-    try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError):
-        return _NAN
-
-
-def _integer(value):
-    try:
-        return int(value) if abs(int(value)) < 2**62 else -1
-    except (TypeError, ValueError, OverflowError):
-        return -1
-
-
-def repaired(text):
-    """One event's bytes with the known damages undone: bad UTF-8, bare NaN/inf, bad escapes, commas, bare quotes."""
-    text = text.decode("utf-8", "replace").encode()
-    text = re.sub(_BAD_ESCAPE, rb"\\\\", text)
-    text = re.sub(_TRAILING_COMMA, rb"\1", re.sub(_NOT_A_NUMBER, rb"\1null", text))
-    return re.sub(_NAME, lambda m: b'"name": "' + re.sub(rb'(?<!\\)"', rb"\\\"", m[1]) + b'"', text, count=1)

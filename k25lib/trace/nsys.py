@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from k25lib.errors import K25Error
-from k25lib.trace.table import KERNEL, MEMCPY, MEMSET, Trace, clean
+from k25lib.trace.table import KERNEL, MEMCPY, MEMSET, Trace, clean, loss
 
 MAGIC = b"SQLite format 3\0"
 SUFFIXES = (".sqlite", ".sqlite3", ".db")
@@ -91,7 +91,7 @@ def peek(path):
     small = {key: n for key, n in counts.items() if n < SMALL * most[key[0]]}
     if small:
         detail = "kernels of other processes on these GPUs, too few for a rank: in no figure"
-        losses.append(_loss(path, "other process", sum(small.values()), detail))
+        losses.append(loss(path, "other process", sum(small.values()), detail))
     found = sorted((key for key in counts if key not in small), key=str)
     alone = len({device for device, _ in found}) == len(found)  # else each process counts its GPUs from 0
     known = {
@@ -125,25 +125,19 @@ def _gpus(connection, pid):
     return counts, first_ns
 
 
-def _loss(path, kind, count, detail):
-    return {"file": str(path), "kind": kind, "count": count, "detail": detail}
-
-
 def _file_losses(path, tables):
     """What is to be told of a file as a whole."""
     unknown = sorted(set(tables[KERNELS]) - {*NEEDED, *NAMES, *UNUSED.split(), "globalPid", "graphNodeId"})
     if unknown:
-        yield _loss(path, "unknown columns", len(unknown), f"in no schema known here, not used: {', '.join(unknown)}")
+        yield loss(path, "unknown columns", len(unknown), f"in no schema known here, not used: {', '.join(unknown)}")
     wal = Path(f"{path}-wal")
     if wal.exists() and wal.stat().st_size:
-        yield _loss(
-            path, "unfinished export", 1, "a -wal file lies beside it: rows in it are not read; export it again"
-        )
+        yield loss(path, "unfinished export", 1, "a -wal file lies beside it: rows in it are not read; export it again")
     if GRAPHS in tables:
         detail = "graph launches recorded as a whole lack their kernels: profile with --cuda-graph-trace=node"
-        yield _loss(path, "whole graphs", 1, detail)
+        yield loss(path, "whole graphs", 1, detail)
     if _is_cut(path):
-        yield _loss(path, "truncated", 1, "the file is shorter than its own header says: later rows are lost")
+        yield loss(path, "truncated", 1, "the file is shorter than its own header says: later rows are lost")
 
 
 def _is_cut(path):

@@ -38,7 +38,12 @@ class Trace:
     def lose(self, kind, count, detail):
         """Count what was dropped, repaired or suspicious."""
         if count:
-            self.losses.append({"file": self.path, "kind": kind, "count": int(count), "detail": detail})
+            self.losses.append(loss(self.path, kind, count, detail))
+
+
+def loss(path, kind, count, detail):
+    """One row of a result's `losses`."""
+    return {"file": str(path), "kind": kind, "count": int(count), "detail": detail}
 
 
 COLUMNS = ("name_id", "start_ns", "dur_ns", "stream", "correlation", "kind", "graph_node")
