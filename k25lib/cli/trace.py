@@ -10,7 +10,9 @@ from . import print_json
 def add(commands):
     """Declare the commands of this module."""
     breakdown = commands.add_parser("breakdown", help="where the time of a decode step goes, from profiler traces")
-    breakdown.add_argument("paths", nargs="+", metavar="PATH", help="trace files, or a folder of one capture")
+    breakdown.add_argument(
+        "paths", nargs="+", metavar="PATH", help="traces (of torch.profiler, or nsys as SQLite), or a folder"
+    )
     breakdown.add_argument("--group", choices=("fine", "operation", "role"), default="fine", help="grouping of kernels")
     breakdown.add_argument(
         "--categories", metavar="FILE.toml", help="rules of your own, tried before the built-in ones"

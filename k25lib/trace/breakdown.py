@@ -128,7 +128,7 @@ def _result(measured, groups, chosen, losses, tables):
         "capture": {
             "kind": lead["kind"],
             "note": "CPU operators, self time" if lead["kind"] == "cpu" else "GPU kernels",
-            "files": len(measured),
+            "files": len({m["path"] for m in measured}),
             "ranks": rank_of,
             "world_size": world,
             "missing_ranks": missing,

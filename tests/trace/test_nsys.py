@@ -45,6 +45,7 @@ def test_the_same_numbers_as_kineto(pair):
     ours, theirs = breakdown([pair[1]]), breakdown([pair[0]])
     assert ours["capture"]["ranks"] == [0, 1]
     assert ours["capture"]["world_size"] == 2
+    assert ours["capture"]["files"] == 1
     assert ours["capture"]["parallel"]["tp"] == 2
     assert ours["losses"] == []
     assert ours["steps"] == theirs["steps"]
