@@ -268,7 +268,7 @@ def test_a_file_cut_anywhere(pair, tmp_path_factory, share):
     assert set(table(trace)) <= known
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.tuples(st.integers(0, 10**12), st.integers(0, 10**8), st.integers(1, 3)), min_size=1, max_size=30))
 def test_rows_are_exact(tmp_path_factory, rows):
     path = tmp_path_factory.mktemp("r") / "t.sqlite"
