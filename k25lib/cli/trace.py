@@ -10,7 +10,9 @@ from . import print_json
 def add(commands):
     """Declare the commands of this module."""
     breakdown = commands.add_parser("breakdown", help="where the time of a decode step goes, from profiler traces")
-    breakdown.add_argument("paths", nargs="+", metavar="PATH", help="trace files, or a folder of one capture")
+    breakdown.add_argument(
+        "paths", nargs="+", metavar="PATH", help="traces (of torch.profiler, or nsys as SQLite), or a folder"
+    )
     breakdown.add_argument("--group", choices=("fine", "operation", "role"), default="fine", help="grouping of kernels")
     breakdown.add_argument(
         "--categories", metavar="FILE.toml", help="rules of your own, tried before the built-in ones"
@@ -30,7 +32,8 @@ def add(commands):
 def _breakdown(args):
     gc.disable()  # a short process whose data are columns: collecting would only cost time
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's thread pool costs more than all sums here
-    from k25lib.trace.breakdown import breakdown, census, expected_calls, find_files
+    from k25lib.trace.breakdown import breakdown, census, expected_calls
+    from k25lib.trace.files import find_files
 
     files, _ = find_files(args.paths)
     megabytes = sum(path.stat().st_size for path in files if path.exists()) / 1e6

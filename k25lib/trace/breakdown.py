@@ -3,11 +3,12 @@
 from pathlib import Path
 
 from k25lib.errors import K25Error, UsageError
-from k25lib.trace import decode, kineto, ranks, steps, text_table
+from k25lib.trace import decode, ranks, text_table
 from k25lib.trace.categories import GROUPS, Categories
+from k25lib.trace.files import find_files, peek
+from k25lib.trace.table import loss
 
 SCHEMA = "k25.breakdown/1"
-TRACES = (".json", ".json.gz")
 CENSUS_CATEGORIES = ("moe_gemm", "attention", "gemm")
 WRAPPERS = ("vllm::unified_",)  # operators whose work is an operator inside: counted only where no such one is seen
 
@@ -28,68 +29,38 @@ def breakdown(paths, group="fine", categories=None, expected=None, session=None)
     peeks, losses = [], []
     for path in traces:
         try:
-            peeks.append(kineto.peek(path))
+            peeks += peek(path)
         except K25Error as error:
-            losses.append({"file": str(path), "kind": "unreadable file", "count": 1, "detail": str(error)})
+            losses.append(loss(path, "unreadable file", 1, str(error)))
     ranks.identify(peeks)
     groups = ranks.sessions(peeks)
     chosen, told = _choose(groups, session)
     losses += told
     measured = []
-    for peek, result in zip(chosen, _measure_all(chosen, group, categories), strict=True):
+    for known, result in zip(chosen, _measure_all(chosen, group, categories), strict=True):
         if "error" in result:
-            losses.append({"file": peek["path"], "kind": "unreadable file", "count": 1, "detail": result["error"]})
+            losses.append(loss(known["path"], "unreadable file", 1, result["error"]))
         else:
-            measured.append(result | {"rank": peek["rank"], "rank_from": peek["rank_from"]})
+            losses += known.get("losses", [])
+            result["meta"]["world_size"] = result["meta"]["world_size"] or known["world_size"]
+            measured.append(result | {"rank": known["rank"], "rank_from": known["rank_from"]})
     if not measured:
         if tables:
-            return _from_tables(tables, losses, group, categories)
-        raise K25Error("; ".join(loss["detail"] for loss in losses) or "no trace files")
+            rules = Categories(categories)
+            return {
+                "schema": SCHEMA,
+                **text_table.totals(tables, losses, lambda name: rules.fold(rules.category(name), group)),
+                "group": group,
+            }
+        raise K25Error("; ".join(told["detail"] for told in losses) or "no trace files")
     kinds = {m["kind"] for m in measured}
     if len(kinds) > 1:  # a GPU capture with a rank that lost its GPU events: operators are never added to kernels
         for m in [m for m in measured if m["kind"] == "cpu"]:
-            losses.append(_loss(m["path"], "no GPU events", 1, "CPU operators only; left out beside the GPU ranks"))
+            losses.append(loss(m["path"], "no GPU events", 1, "CPU operators only; left out beside the GPU ranks"))
         measured = [m for m in measured if m["kind"] == "gpu"]
     measured.sort(key=lambda m: (m["rank"], m["path"]))
     result = _result(measured, groups, chosen, losses, tables if chosen is groups[-1] else [])
     return result | {"group": group, "census": census(result, expected)}
-
-
-def find_files(paths):
-    """(trace files, text tables) of files and folders. A folder without traces is searched one level down."""
-    traces, tables = [], []
-    for path in map(Path, paths):
-        if not path.exists():
-            raise UsageError(f"no such file or folder: {path}")
-        if path.is_dir():
-            inside = sorted(path.iterdir())
-            if not any(_is_trace(p) or _is_table(p) for p in inside):
-                inside = sorted(path.glob("*/*"))
-            traces += [p for p in inside if _is_trace(p)]
-            tables += [p for p in inside if _is_table(p)]
-        elif path.suffix == ".txt":
-            tables.append(path)
-        elif path.suffix in (".sqlite", ".nsys-rep"):
-            raise UsageError(f"{path}: nsys files are not read yet; give the torch profiler's traces")
-        else:
-            traces.append(path)
-    if not traces and not tables:
-        raise K25Error(
-            f"no traces (*.json, *.json.gz) in {', '.join(map(str, paths))}: was the capture stopped and written?"
-        )
-    return list(dict.fromkeys(traces)), list(dict.fromkeys(tables))
-
-
-def _is_trace(path):
-    return path.is_file() and path.name.endswith(TRACES) and ("trace" in path.name or path.name.endswith(".gz"))
-
-
-def _is_table(path):
-    return path.is_file() and path.suffix == ".txt" and "profiler_out" in path.name
-
-
-def _loss(path, kind, count, detail):
-    return {"file": str(path), "kind": kind, "count": count, "detail": detail}
 
 
 def _choose(groups, session):
@@ -100,11 +71,11 @@ def _choose(groups, session):
     index = len(groups) - 1 if session is None else session
     others = [p["path"] for i, g in enumerate(groups) if i != index for p in g]
     detail = f"files of {len(groups) - 1} other sessions here, not merged; --session 0..{len(groups) - 1} picks one"
-    return groups[index], [_loss(Path(others[0]).parent, "other sessions", len(others), detail)] if others else []
+    return groups[index], [loss(Path(others[0]).parent, "other sessions", len(others), detail)] if others else []
 
 
 def _measure_all(chosen, group, categories):
-    jobs = [(peek["path"], group, categories) for peek in chosen]
+    jobs = [(known["path"], group, categories, known.get("device")) for known in chosen]
     if len(jobs) < 2:
         return [_measure(*job) for job in jobs]
     import joblib  # costs as much as reading a small file, so only where there is something to share out
@@ -113,9 +84,9 @@ def _measure_all(chosen, group, categories):
     return joblib.Parallel(n_jobs=workers)(joblib.delayed(_measure)(*job) for job in jobs)
 
 
-def _measure(path, group, categories):
+def _measure(*job):
     try:
-        return decode.measure(path, group, categories)
+        return decode.measure(*job)
     except K25Error as error:
         return {"error": str(error)}
 
@@ -126,16 +97,16 @@ def _result(measured, groups, chosen, losses, tables):
     world = max([m["meta"]["world_size"] or 0 for m in measured] + [max(rank_of) + 1])
     for m in measured:
         losses += m["losses"]
-        if m["rank_from"] != "distributedInfo":
+        if m["rank_from"] not in ("distributedInfo", "deviceId"):
             losses.append(
-                _loss(m["path"], "rank from name", 1, f"no distributedInfo: rank {m['rank']} from {m['rank_from']}")
+                loss(m["path"], "rank from name", 1, f"no distributedInfo: rank {m['rank']} from {m['rank_from']}")
             )
         if not m["per_step"]:
             detail = "no whole decode step found: figures per step cannot be given"
-            losses.append(_loss(m["path"], "no decode steps", 1, detail))
+            losses.append(loss(m["path"], "no decode steps", 1, detail))
         if m["outside"]:
             losses.append(
-                _loss(m["path"], "outside steps", m["outside"], "kernels that belong to no pass, in no figure")
+                loss(m["path"], "outside steps", m["outside"], "kernels that belong to no pass, in no figure")
             )
     clashes = [
         {"rank": r, "files": [m["path"] for m in measured if m["rank"] == r]}
@@ -144,20 +115,20 @@ def _result(measured, groups, chosen, losses, tables):
     ]
     for clash in clashes:
         detail = f"{len(clash['files'])} files claim rank {clash['rank']}; all are kept, and collectives are not paired"
-        losses.append(_loss(clash["files"][-1], "rank clash", len(clash["files"]), detail))
+        losses.append(loss(clash["files"][-1], "rank clash", len(clash["files"]), detail))
     missing = sorted(set(range(world)) - set(rank_of))
     if missing:
         some = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-        losses.append(_loss(Path(lead["path"]).parent, "missing ranks", len(missing), f"no trace of ranks {some}"))
+        losses.append(loss(Path(lead["path"]).parent, "missing ranks", len(missing), f"no trace of ranks {some}"))
     collectives, skew, told = ranks.pair([lead] if clashes else measured)
     losses += told
-    checks = _cross_check(measured, tables, losses)
+    checks = text_table.cross_check(measured, tables, losses)
     return {
         "schema": SCHEMA,
         "capture": {
             "kind": lead["kind"],
             "note": "CPU operators, self time" if lead["kind"] == "cpu" else "GPU kernels",
-            "files": len(measured),
+            "files": len({m["path"] for m in measured}),
             "ranks": rank_of,
             "world_size": world,
             "missing_ranks": missing,
@@ -198,6 +169,8 @@ def _parallel(measured):
     (`ep`): only the process's name can tell that."""
     told = [(ranks.fields(Path(m["path"]).name) or ranks.fields(m["meta"]["process"] or "")) for m in measured]
     sizes = {k: 1 + max(t.get(k, 0) for t in told) for k in ("dp", "pp", "tp")}
+    if all(m["rank_from"] == "deviceId" for m in measured):  # nsys tells of GPUs alone
+        sizes["tp"] = len(measured)
     return sizes | {"ep": any("_EP" in (m["meta"]["process"] or "") for m in measured)}
 
 
@@ -239,115 +212,6 @@ def expected_calls(result, config, tp=None, overrides=None):
     told = result["capture"].get("parallel", {"tp": 1, "dp": 1, "ep": False})
     step = load_model(config, overrides).step(tp=tp or told["tp"], batch=1, ep=told["ep"], dp=told["dp"])
     return step.census(result["capture"]["kind"])
-
-
-def _cross_check(measured, tables, losses):
-    """The profiler's own totals against each trace's."""
-    checks = []
-    for path in tables:
-        owner = next((m for m in measured if _belongs(path, m)), None)
-        if owner is None:
-            continue
-        try:
-            rows = text_table.read(path)
-        except K25Error as error:
-            losses.append(_loss(path, "unreadable table", 1, str(error)))
-            continue
-        result = text_table.check(rows, owner["session"], owner["kind"] == "gpu")
-        checks.append({"rank": owner["rank"], "file": str(path), **result})
-        if result["differ"]:
-            worst = max(result["differ"], key=lambda d: abs(d["table_ms"] - d["trace_ms"]))
-            detail = (
-                f"the profiler's table has other totals than the trace, most for {worst['name'][:40]}: "
-                f"{worst['table_calls']} calls, {worst['table_ms']:.3f} ms, not "
-                f"{worst['trace_calls']}, {worst['trace_ms']:.3f}"
-            )
-            losses.append(_loss(path, "table differs", len(result["differ"]), detail))
-    return checks
-
-
-def _belongs(table, m):
-    name, trace = Path(table).name, Path(m["path"])
-    if Path(table).parent != trace.parent:
-        return False
-    if name.startswith("profiler_out_"):
-        return name == f"profiler_out_{m['rank']}.txt"
-    return trace.name.startswith(name.split(".profiler_out")[0] + ".")
-
-
-def _from_tables(tables, losses, group, categories):
-    """No trace survived: the session's totals by kernel, and no figure per step."""
-    rules, totals = Categories(categories), []
-    for number, path in enumerate(tables):
-        try:
-            rows = text_table.read(path)
-        except K25Error as error:
-            losses.append(_loss(path, "unreadable table", 1, str(error)))
-            continue
-        peek = {"path": str(path), "rank": None, "process": None}
-        ranks.identify([peek])
-        last = Path(path).stem.rpartition("_")[2]
-        rank = (
-            int(last)
-            if last.isdigit()
-            else peek["rank"]
-            if peek["rank_from"] != "nothing: numbered in order"
-            else number
-        )
-        wanted = ("kernel",) if any(row["kind"] == "kernel" for row in rows) else ("operator",)
-        for row in rows:
-            if row["kind"] in wanted:
-                category = rules.fold(rules.category(row["name"]), group)
-                totals.append(
-                    {
-                        "rank": rank,
-                        "name": row["name"],
-                        "category": category,
-                        "calls": row["calls"],
-                        "ms": row["self_ns"] / 1e6,
-                    }
-                )
-    if not totals:
-        raise K25Error("; ".join(loss["detail"] for loss in losses) or "no profiler table could be read")
-    note = (
-        "totals over the whole session from the profiler's text table, prefill included: no figure per decode step can "
-        "be given; names are cut, so categories are a guess for long ones"
-    )
-    losses.append(_loss(tables[0], "no trace", len(tables), note))
-    found = sorted({row["rank"] for row in totals})
-    empty = {
-        key: []
-        for key in (
-            "per_step",
-            "categories",
-            "kernels",
-            "unknown",
-            "census",
-            "collectives",
-            "skew",
-            "by_kind",
-            "cross_check",
-            "passes",
-        )
-    }
-    return {
-        "schema": SCHEMA,
-        "capture": {
-            "kind": "table",
-            "note": note,
-            "files": len(tables),
-            "ranks": found,
-            "world_size": max(found) + 1,
-            "missing_ranks": sorted(set(range(max(found) + 1)) - set(found)),
-            "clashes": [],
-            "sessions": [],
-        },
-        "losses": losses,
-        "steps": {"found_by": None, **dict.fromkeys(steps.KINDS, 0), "by_batch": {}, "by_rank": []},
-        **empty,
-        "session_totals": totals,
-        "group": group,
-    }
 
 
 def fold(result, group, categories=None):

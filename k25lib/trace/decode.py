@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from k25lib.trace import kineto, steps
+from k25lib.trace import files, steps
 from k25lib.trace.categories import Categories
 from k25lib.trace.operators import own_time
 from k25lib.trace.table import KERNEL, OPERATOR
@@ -10,14 +10,15 @@ from k25lib.trace.table import KERNEL, OPERATOR
 CHUNK_ROWS = 1 << 17  # rows swept at once: memory stays flat however long the capture
 
 
-def measure(path, group="fine", user_rules=None):
-    """One file -> plain dicts and small arrays (see `keys` at the end); times are means per decode step in ms.
+def measure(path, group="fine", user_rules=None, device=None):
+    """One rank of a file -> plain dicts and small arrays; times are means per decode step in ms.
 
-    Raises K25Error if the file has no events. Runs in a worker process, so what it returns is small.
+    `device` says which GPU, for nsys's files. Raises K25Error if the file has no events. Runs in a worker process, so
+    what it returns is small.
     """
     rules = Categories(user_rules)
-    trace = kineto.read(path)
-    found = steps.find(trace, rules.category, lambda: kineto.read(path, launches=True).launches)
+    trace = files.read(path, device)
+    found = steps.find(trace, rules.category, lambda: files.read(path, device, launches=True).launches)
     passes, count = found.passes, len(found.passes)
     measured = "decode" if any(p.kind == "decode" for p in passes) else "decode_eager"
     batches = sorted({p.batch for p in passes if p.kind == measured and p.batch is not None})

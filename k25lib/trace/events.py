@@ -4,23 +4,37 @@ import json
 import re
 from array import array
 from decimal import Decimal
+from enum import Enum
 
 import msgspec
 
+from k25lib.trace.repair import first_object, integer, number, repaired
+from k25lib.trace.table import KERNEL, MEMCPY, MEMSET, OPERATOR
 from k25lib.trace.windows import BOUNDARY
 
-NAMES = {"Kernel": "kernel", "Memcpy": "gpu_memcpy", "Memset": "gpu_memset"}  # older spellings of `cat`
-KINDS = {"kernel": 0, "gpu_memcpy": 1, "gpu_memset": 2, "cpu_op": 3}
-MARKS = {"user_annotation", "gpu_user_annotation"}
-LAUNCHES = {"cuda_runtime", "cuda_driver", "hip_runtime"}
+
+class Cat(Enum):
+    """The member `cat` of an event: decoding to one of a few objects is cheaper than to a string each time."""
+
+    NONE, OTHER, ARROW, FRAME = "", " ", "ac2g", "python_function"
+    KERNEL, COPY, SET, OPERATOR = "kernel", "gpu_memcpy", "gpu_memset", "cpu_op"
+    OLD_KERNEL, OLD_COPY, OLD_SET = "Kernel", "Memcpy", "Memset"
+    MARK, GPU_MARK = "user_annotation", "gpu_user_annotation"
+    RUNTIME, DRIVER, HIP = "cuda_runtime", "cuda_driver", "hip_runtime"
+    __hash__ = object.__hash__
+
+    @classmethod
+    def _missing_(cls, value):
+        return cls.OTHER
+
+
+KINDS = {Cat.KERNEL: KERNEL, Cat.OLD_KERNEL: KERNEL, Cat.OPERATOR: OPERATOR}
+KINDS |= {Cat.COPY: MEMCPY, Cat.OLD_COPY: MEMCPY, Cat.SET: MEMSET, Cat.OLD_SET: MEMSET}
+MARKS = {Cat.MARK, Cat.GPU_MARK}
+LAUNCHES = {Cat.RUNTIME, Cat.DRIVER, Cat.HIP}
 
 _END = re.compile(rb"\}\s*,?\s*\]")
-# Damage is rare: these patterns are compiled when they are first needed
-_NOT_A_NUMBER = rb"(?i)([:\[,]\s*)[-+]?(?:nan|inf|infinity)(?:\([a-z]*\))?(?=\s*[,}\]])"
-_BAD_ESCAPE = rb'\\(?!["\\/bfnrt]|u[0-9a-fA-F]{4})'
-_TRAILING_COMMA = rb",(\s*[}\]])"
-_NAME = rb'(?s)"name":\s*"(.*?)"(?=\s*[,}]\s*(?:"(?:pid|ph|cat|ts|tid|dur|args)"\s*:|$))'
-_LOOKS_GPU = rb'"cat":\s*"(?:kernel|gpu_mem|Kernel|Mem)'
+_LOOKS_GPU = rb'["\']cat["\']\s*:\s*["\'](?:kernel|gpu_mem|Kernel|Mem)'
 
 
 class _Args(msgspec.Struct, gc=False, frozen=True):
@@ -35,7 +49,7 @@ _NAN = float("nan")
 
 
 class _Event(msgspec.Struct, gc=False):
-    cat: str = ""
+    cat: Cat = Cat.NONE
     name: str = ""
     ts: float = _NAN
     dur: float = _NAN
@@ -89,7 +103,7 @@ class Columns:
         for event in events:
             start, number = event.ts, event.args.external
             end = start + event.dur
-            key = (event.cat, event.name, number if number >= 0 else start)
+            key = (event.cat is Cat.GPU_MARK, event.name, number if number >= 0 else start)
             known = marks.get(key)
             if known is None:
                 if end >= start:  # a negative or missing duration marks nothing
@@ -105,7 +119,7 @@ class Reader:
         event_type = _ExactEvent if exact else _OperatorEvent if operators else _Event
         self.columns, self.operators, self.exact = columns, operators, exact
         self.decode = msgspec.json.Decoder(list[event_type]).decode
-        self.wanted = MARKS | (set() if operators else {"gpu_memcpy", "gpu_memset", *NAMES})
+        self.wanted = {Cat.NONE} | MARKS | (set() if operators else KINDS.keys() - {Cat.KERNEL, Cat.OPERATOR})
         self.wanted |= LAUNCHES if launches else set()
 
     def window(self, *parts):
@@ -142,29 +156,29 @@ class Reader:
             for event in events:
                 event.ts = float(event.ts - columns.offset_us)
         if self.operators:
-            chosen = [e for e in events if e.cat == "cpu_op" and e.ph == "X"]
+            chosen = [e for e in events if e.cat is Cat.OPERATOR and e.ph == "X"]
             if chosen:
-                columns.add(chosen, KINDS["cpu_op"])
+                columns.add(chosen, OPERATOR)
                 # a thread stands where a stream does; a name is given a number of its own
                 threads = [e.tid if isinstance(e.tid, int) else hash(e.tid) & 0x7FFFFFFF for e in chosen]
                 columns.stream[-len(chosen) :] = array("q", threads)
         else:
-            chosen = [e for e in events if e.cat == "kernel"]
+            kernel = Cat.KERNEL
+            chosen = [e for e in events if e.cat is kernel]
             if chosen:
-                columns.add(chosen, KINDS["kernel"])
+                columns.add(chosen, KERNEL)
         wanted = self.wanted
-        chosen = [e for e in events if e.cat in wanted or (not e.cat and e.name == "process_name")]
+        chosen = [e for e in events if e.cat in wanted]
         columns.mark([e for e in chosen if e.cat in MARKS])
         copies = {}
         for event in chosen:
             cat = event.cat
             if cat in LAUNCHES:
                 columns.launches[event.args.correlation] = event.ts
-            elif not cat:
-                if "Worker" in event.args.name or not columns.process:
-                    columns.process = event.args.name
-            elif cat not in MARKS:
-                copies.setdefault(KINDS[NAMES.get(cat, cat)], []).append(event)
+            elif cat in KINDS:
+                copies.setdefault(KINDS[cat], []).append(event)
+            elif event.name == "process_name" and ("Worker" in event.args.name or not columns.process):
+                columns.process = event.args.name
         for kind, chosen in copies.items():
             columns.add(chosen, kind)
 
@@ -201,16 +215,23 @@ class Reader:
                 return more + 1, 0
         if self.one(repaired(text.strip(b", \r\n\t")), is_repaired=True):
             return 1, 0
-        if is_last and index == len(pieces) - 1:
-            whole, rest = _first_object(text)
-            if whole is None:
-                return 1, 0  # the cut event at the end of a cut file is told as `truncated`
-            self.take([self.event(whole)])
+        rest = self.objects(text)
+        at_end = is_last and index == len(pieces) - 1
+        if not rest.strip(b", \r\n\t"):
+            self.columns.repaired += 1  # nothing is lost but a comma
+        elif not at_end or len(rest) < len(text):  # the cut event at the end of a cut file is told as `truncated`
             self.columns.unreadable += 1
-            return 1, begin + len(text) - len(rest) if b"]" in rest else 0
-        self.columns.unreadable += 1
-        self.columns.unreadable_gpu += bool(re.search(_LOOKS_GPU, text))
-        return 1, 0
+            self.columns.unreadable_gpu += bool(re.search(_LOOKS_GPU, rest))
+        return 1, begin + len(text) - len(rest) if at_end and b"]" in rest and len(rest) < len(text) else 0
+
+    def objects(self, text):
+        """Take the whole objects that a text begins with, one after another; returns what is behind them."""
+        while True:
+            whole, rest = first_object(text)
+            if whole is None:
+                return text
+            self.take([self.event(whole)])
+            text = rest
 
     def one(self, text, is_repaired=False):
         """Take one event's text, strictly or (when repaired) leniently; returns whether it was a whole event."""
@@ -230,13 +251,14 @@ class Reader:
         args = raw.get("args") if isinstance(raw.get("args"), dict) else {}
         cat, name = (raw.get(key) if isinstance(raw.get(key), str) else "" for key in ("cat", "name"))
         label = args.get("name")
-        event = _OperatorEvent(cat=cat, name=name, ts=_number(raw.get("ts")), dur=_number(raw.get("dur")))
+        cat = Cat(cat)
+        event = _OperatorEvent(cat=cat, name=name, ts=number(raw.get("ts")), dur=number(raw.get("dur")))
         event.ph = raw.get("ph", "X")
         event.tid = raw.get("tid") if isinstance(raw.get("tid"), int | str) else 0
         event.args = _Args(
-            _integer(args.get("stream", raw.get("tid") if cat in KINDS else None)),
-            _integer(args.get("correlation")),
-            _integer(args.get("External id", args.get("external id"))),
+            integer(args.get("stream", raw.get("tid") if cat in KINDS else None)),
+            integer(args.get("correlation")),
+            integer(args.get("External id", args.get("external id"))),
             label if isinstance(label, str) else "",
         )
         if self.exact:
@@ -254,34 +276,3 @@ class RawReader(Reader):
 
     def event(self, raw):
         return raw
-
-
-def _first_object(text):
-    """(The whole object that bytes begin with, the bytes after it), or (None, text): junk may follow an event."""
-    try:
-        value, end = json.JSONDecoder(strict=False).raw_decode(text.decode("latin-1").lstrip())
-    except (ValueError, RecursionError):
-        return None, text
-    return (value, text.lstrip()[end:]) if isinstance(value, dict) else (None, text)
-
-
-def _number(value):
-    try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError):
-        return _NAN
-
-
-def _integer(value):
-    try:
-        return int(value) if abs(int(value)) < 2**62 else -1
-    except (TypeError, ValueError, OverflowError):
-        return -1
-
-
-def repaired(text):
-    """One event's bytes with the known damages undone: bad UTF-8, bare NaN/inf, bad escapes, commas, bare quotes."""
-    text = text.decode("utf-8", "replace").encode()
-    text = re.sub(_BAD_ESCAPE, rb"\\\\", text)
-    text = re.sub(_TRAILING_COMMA, rb"\1", re.sub(_NOT_A_NUMBER, rb"\1null", text))
-    return re.sub(_NAME, lambda m: b'"name": "' + re.sub(rb'(?<!\\)"', rb"\\\"", m[1]) + b'"', text, count=1)

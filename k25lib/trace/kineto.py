@@ -108,10 +108,10 @@ def read(path, launches=False):
     lo, hi = (trace.start_ns[0], trace.start_ns[-1]) if len(trace.start_ns) else (0, 0)
     reach = max(int(hi - lo), 10**9)
     far = []
-    for (cat, name, _), (start, end) in sorted(columns.marks.items(), key=lambda item: item[1]):
+    for (on_gpu, name, _), (start, end) in sorted(columns.marks.items(), key=lambda item: item[1]):
         start, end = (start - first) * 1000, (end - first) * 1000
         if lo - reach <= start <= end <= hi + reach:
-            marks = trace.marks if cat.startswith("gpu") else trace.cpu_marks
+            marks = trace.marks if on_gpu else trace.cpu_marks
             marks.append((name, round(start), round(end)))
         else:
             far.append(name)
@@ -147,6 +147,7 @@ def _tell(trace, columns):
     for kind, detail in columns.warnings:
         trace.lose(kind, 1, detail)
     trace.truncated = any(kind in ("truncated", "damaged gzip") for kind, _ in columns.warnings)
+    trace.lose("second trace", columns.foot.count(b'"traceEvents"'), "another one follows in the same file: not read")
     trace.lose("repaired", columns.repaired, "events with damaged text, mended and used")
     detail = f"events that could not be read and are lost, {columns.unreadable_gpu} of them of the GPU"
     trace.lose("unreadable", columns.unreadable, detail)

@@ -22,7 +22,7 @@ def identify(peeks):
     dp/pp/tp fields, else those of the process's name, else `rankN` in the name, else the order of the files."""
     unknown = [p for p in peeks if p["rank"] is None]
     for p in peeks:
-        p["rank_from"] = "distributedInfo"
+        p.setdefault("rank_from", "distributedInfo")
     sources = (("file name", lambda p: Path(p["path"]).name), ("process name", lambda p: p["process"] or ""))
     for source, text in sources:
         sizes = {k: 1 + max((fields(text(p)).get(k, 0) for p in peeks), default=0) for k in ("dp", "pp", "tp")}

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 
 from k25lib.errors import K25Error, UsageError
-from k25lib.trace import breakdown, kineto, ranks, steps
+from k25lib.trace import files, kineto, nsys, ranks, steps
 from k25lib.trace.categories import Categories
 
 GPU = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -42,6 +42,8 @@ def cut(paths, step, target):
         raise UsageError(f"{target}: name the slice .json.gz (or .json)")
     if target.exists():
         raise UsageError(f"{target} is there already: name a file that is not")
+    for path in filter(nsys.is_nsys, files.find_files(paths)[0]):
+        raise UsageError(f"{path}: a slice is made of the torch profiler's traces; nsys-ui opens the report itself")
     parts, first = [], None
     for peek, trace, chosen, of in _steps(paths, step, Categories()):
         mine = (of == chosen).nonzero()[0]
@@ -72,14 +74,14 @@ def _steps(paths, step, rules):
             min(trace.origin_ns + p.end_ns, lead[1]) - max(trace.origin_ns + p.start_ns, lead[0]) if p.kernels else -1
         )
 
-    traces, _ = breakdown.find_files(paths)
-    peeks = [kineto.peek(path) for path in traces]
+    traces, _ = files.find_files(paths)
+    peeks = [known for path in traces for known in files.peek(path)]
     ranks.identify(peeks)
     if not peeks:
         raise K25Error("a slice needs trace files; a profiler's text table has no times")
     lead = None
     for peek in ranks.sessions(peeks)[-1]:
-        trace = kineto.read(peek["path"], launches=True)
+        trace = files.read(peek["path"], peek.get("device"), launches=True)
         found = steps.find(trace, rules.category, lambda t=trace: t.launches)
         kind = "decode" if any(p.kind == "decode" for p in found.passes) else "decode_eager"
         decode = [i for i, p in enumerate(found.passes) if p.kind == kind]

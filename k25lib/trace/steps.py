@@ -1,19 +1,13 @@
 """Which forward pass an event belongs to: by annotations, else by graph launches, else by the repeating period."""
 
-import re
 from dataclasses import dataclass
 
 import numpy as np
 
+from k25lib.trace import annotations
 from k25lib.trace.table import KERNEL, OPERATOR
 
 KINDS = ("decode", "decode_eager", "prefill", "mixed", "dummy", "partial", "empty")
-
-# Plain, detailed (sq..sk..) and speculative (generation_1(4)) names of vLLM; requests in prefill and in decode
-_VLLM = r"^execute(?:_\d+)?_context_(\d+)\([^)]*\)_generation_(\d+)\([^)]*\)"
-_VLLM_OLD = r"^execute_new_(\d+)_cached_(\d+)"
-_SGLANG = r"(?i)^(?:step\[)?(decode|target_verify|extend|prefill|draft_extend|mixed|idle)\b(?:.*?\bbs=(\d+))?"
-_SGLANG_KINDS = {"decode": "decode", "target_verify": "decode", "mixed": "mixed", "idle": "dummy"}
 
 
 @dataclass
@@ -44,19 +38,6 @@ class Steps:
         return {kind: sum(p.kind == kind for p in self.passes) for kind in KINDS}
 
 
-def parse(name):
-    """(style, kind, batch) of a step's annotation, or None for any other annotation."""
-    if found := re.match(_VLLM, name) or re.match(_VLLM_OLD, name):
-        context, generation = int(found[1]), int(found[2])
-        kind = ("mixed" if generation else "prefill") if context else ("decode" if generation else "empty")
-        return "vllm", kind, generation if kind == "decode" else context + generation
-    if found := re.match(_SGLANG, name):
-        if found[2] is None and "[" not in name:
-            return None
-        return "sglang", _SGLANG_KINDS.get(found[1].lower(), "prefill"), int(found[2]) if found[2] else None
-    return None
-
-
 def find(trace, category, launch_times=None):
     """The Steps of a Trace; `category(name)` is a kernel's.
 
@@ -64,25 +45,28 @@ def find(trace, category, launch_times=None):
     """
     graph, size = _graph_launches(trace)
     kernels = np.flatnonzero((trace.kind == KERNEL) | (trace.kind == OPERATOR))
-    gpu_marks, cpu_marks = _step_marks(trace.marks), _step_marks(trace.cpu_marks)
+    gpu_marks, cpu_marks = annotations.steps_of(trace.marks), annotations.steps_of(trace.cpu_marks)
     steps = None
     if gpu_marks or (cpu_marks and trace.is_cpu):
         marks = gpu_marks or cpu_marks
-        steps = Steps("annotations", [Pass(k, b, s, e) for k, b, s, e in marks], _inside(marks, trace.start_ns), graph)
+        steps = Steps(
+            "annotations", [Pass(k, b, s, e) for k, b, s, e in marks], annotations.inside(marks, trace.start_ns), graph
+        )
     elif cpu_marks and launch_times:
         at = launch_times()
         unique, which = np.unique(trace.correlation, return_inverse=True)
-        of = _inside(cpu_marks, np.array([at.get(int(c), -(2**62)) for c in unique], np.int64))[which]
+        of = annotations.inside(cpu_marks, np.array([at.get(int(c), -(2**62)) for c in unique], np.int64))[which]
         if (of >= 0).any():
             steps = Steps("annotations", [Pass(k, b, s, e) for k, b, s, e in cpu_marks], of, graph)
     if steps:
         _settle(steps)
         _measure(trace, steps, size)
-        _loose(trace, steps, kernels, size)
+        if _loose(trace, steps, kernels, size):
+            _measure(trace, steps, size)
     else:
         period = _period(trace, kernels, category)
         steps = _by_graph(trace, kernels, graph, size, period) or _by_period(trace, kernels, graph, period)
-    _measure(trace, steps, size)
+        _measure(trace, steps, size)
     _classify(steps, trace)
     steps.outside = int(np.count_nonzero(steps.of[kernels] < 0))
     if trace.marks or trace.cpu_marks:
@@ -91,27 +75,6 @@ def find(trace, category, launch_times=None):
         end = int(trace.start_ns[-1]) if len(trace.start_ns) else 0
         steps.passes += [Pass("empty", 0, end, end) for _ in range(told - known)]
     return steps
-
-
-def _step_marks(marks):
-    """(kind, batch, start, end) of the annotations that are steps, in time order; of nested styles vLLM's is taken."""
-    parsed = [(parse(name), start, end) for name, start, end in marks]
-    styles = {p[0] for p, _, _ in parsed if p}
-    style = "vllm" if "vllm" in styles else "sglang"
-    chosen = [(p[1], p[2], start, end) for p, start, end in parsed if p and p[0] == style]
-    return sorted(chosen, key=lambda mark: mark[2])
-
-
-def _inside(marks, times):
-    """Index of the last mark that has begun and not ended at each time, or -1."""
-    starts, ends = (np.array([m[i] for m in marks], np.int64) for i in (2, 3))
-    last = np.searchsorted(starts, times, "right") - 1
-    of = np.where((last >= 0) & (times < ends[last]), last, -1)
-    before = (
-        (of < 0) & (last > 0) & (times < ends[np.maximum(last - 1, 0)])
-    )  # an outer mark that an inner one interrupts
-    of[before] = last[before] - 1
-    return of
 
 
 def _graph_launches(trace):
@@ -162,12 +125,13 @@ def _measure(trace, steps, size):
 
 
 def _loose(trace, steps, kernels, size):
-    """Kernels outside every annotation: whole passes of an idle rank, or a few kernels that belong to a neighbour."""
+    """Kernels outside every annotation: whole passes of an idle rank, or a few kernels that belong to a neighbour.
+    Returns whether there were any."""
     loose = kernels[steps.of[kernels] < 0]
     work = [p for p in steps.passes if p.kernels]
     usual = np.median([p.kernels for p in work] or [0])
     if not len(loose) or not usual:
-        return
+        return False
     starts = np.array([p.start_ns for p in work])
     between = np.searchsorted(starts, trace.start_ns[loose], "right")  # how many passes have begun before
     own = np.where(steps.graph[loose] >= 0, np.bincount(steps.graph[loose] + 1)[steps.graph[loose] + 1], 0)
@@ -199,6 +163,7 @@ def _loose(trace, steps, kernels, size):
         distance, owner, p = min((max(begin - p.end_ns, p.start_ns - end, 0), i, p) for i, p in near)
         if distance < 0.5 * (p.end_ns - p.start_ns):
             steps.of[rows] = owner
+    return True
 
 
 def _by_graph(trace, kernels, graph, size, period):

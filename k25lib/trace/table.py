@@ -25,6 +25,7 @@ class Trace:
     stream: np.ndarray = None
     correlation: np.ndarray = None
     kind: np.ndarray = None
+    graph_node: np.ndarray = None  # node of a CUDA graph, -1 outside one; None where the file tells none
     origin_ns: int = 0
     marks: list = field(default_factory=list)
     cpu_marks: list = field(default_factory=list)
@@ -37,16 +38,22 @@ class Trace:
     def lose(self, kind, count, detail):
         """Count what was dropped, repaired or suspicious."""
         if count:
-            self.losses.append({"file": self.path, "kind": kind, "count": int(count), "detail": detail})
+            self.losses.append(loss(self.path, kind, count, detail))
 
 
-COLUMNS = ("name_id", "start_ns", "dur_ns", "stream", "correlation", "kind")
+def loss(path, kind, count, detail):
+    """One row of a result's `losses`."""
+    return {"file": str(path), "kind": kind, "count": int(count), "detail": detail}
+
+
+COLUMNS = ("name_id", "start_ns", "dur_ns", "stream", "correlation", "kind", "graph_node")
 
 
 def take(trace, index):
-    """Keep (and order) the rows of `index` in every column."""
+    """Keep (and order) the rows of `index` in every column that is there."""
     for column in COLUMNS:
-        setattr(trace, column, getattr(trace, column)[index])
+        if (values := getattr(trace, column)) is not None:
+            setattr(trace, column, values[index])
 
 
 def clean(trace, start_us, dur_us):
@@ -58,8 +65,7 @@ def clean(trace, start_us, dur_us):
     good = _plausible(trace, start_us, dur_us)
     if not good.all():
         start_us, dur_us = start_us[good], dur_us[good]
-        for column in ("name_id", "stream", "correlation", "kind"):
-            setattr(trace, column, getattr(trace, column)[good])
+        take(trace, good)
     first = float(np.floor(start_us.min())) if len(start_us) else 0.0
     trace.origin_ns = int(first) * 1000 + (trace.meta.get("base_ns") or 0)
     trace.start_ns = to_ns(start_us, first)
@@ -88,7 +94,7 @@ def _plausible(trace, start_us, dur_us):
     if not good.any():
         return good
     usual = start_us[good]
-    lo, hi = np.percentile(usual, (5, 95), method="nearest") if len(usual) > 20 else (np.median(usual),) * 2
+    lo, hi = np.percentile(usual, (5, 95) if len(usual) > 20 else (50, 50), method="nearest")
     extent = max(hi - lo, 1e6)
     far = good & ((start_us < lo - 5 * extent) | (start_us > hi + 5 * extent))
     zero = far & (start_us <= 0)
@@ -109,7 +115,8 @@ def _drop_duplicates(trace):
     if not len(tied):
         return
     rows = np.unique(np.concatenate([tied, tied + 1]))
-    keys = np.stack([getattr(trace, column)[rows].astype(np.int64) for column in COLUMNS])
+    columns = (getattr(trace, column) for column in COLUMNS)
+    keys = np.stack([values[rows].astype(np.int64) for values in columns if values is not None])
     _, first = np.unique(keys, axis=1, return_index=True)
     if len(first) == len(rows):
         return

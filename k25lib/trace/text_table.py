@@ -8,7 +8,8 @@ import re
 from pathlib import Path
 
 from k25lib.errors import K25Error
-from k25lib.trace import steps
+from k25lib.trace import annotations, ranks, steps
+from k25lib.trace.table import loss
 
 _UNITS_NS = {"ns": 1, "us": 1e3, "ms": 1e6, "s": 1e9}
 _TIME = r"^(-?[\d.]+)(ns|us|ms|s)$"
@@ -57,7 +58,7 @@ def _ns(text):
 
 
 def _kind(name, cpu_ns, self_ns, has_device):
-    if steps.parse(name) or re.match(r"^(gloo|nccl|c10d):|^ProfilerStep", name):
+    if annotations.parse(name) or re.match(r"^(gloo|nccl|c10d):|^ProfilerStep", name):
         return "annotation"
     if not has_device or cpu_ns or not self_ns:
         return "operator"
@@ -93,3 +94,90 @@ def check(rows, session, has_device):
 def _add(totals, name, calls, ns):
     known = totals.get(name, (0, 0))
     totals[name] = (known[0] + calls, known[1] + ns)
+
+
+def cross_check(measured, tables, losses):
+    """The profiler's own totals against each trace's: a row for each table with a trace beside it; appends losses."""
+    checks = []
+    for path in tables:
+        owner = next((m for m in measured if _belongs(path, m)), None)
+        if owner is None:
+            continue
+        try:
+            rows = read(path)
+        except K25Error as error:
+            losses.append(loss(path, "unreadable table", 1, str(error)))
+            continue
+        result = check(rows, owner["session"], owner["kind"] == "gpu")
+        checks.append({"rank": owner["rank"], "file": str(path), **result})
+        if result["differ"]:
+            worst = max(result["differ"], key=lambda d: abs(d["table_ms"] - d["trace_ms"]))
+            detail = (
+                f"the profiler's table has other totals than the trace, most for {worst['name'][:40]}: "
+                f"{worst['table_calls']} calls, {worst['table_ms']:.3f} ms, not "
+                f"{worst['trace_calls']}, {worst['trace_ms']:.3f}"
+            )
+            losses.append(loss(path, "table differs", len(result["differ"]), detail))
+    return checks
+
+
+def _belongs(table, m):
+    name, trace = Path(table).name, Path(m["path"])
+    if Path(table).parent != trace.parent:
+        return False
+    if name.startswith("profiler_out_"):
+        return name == f"profiler_out_{m['rank']}.txt"
+    return trace.name.startswith(name.split(".profiler_out")[0] + ".")
+
+
+def totals(tables, losses, category):
+    """What the tables alone tell, where no trace survived: a result with totals by kernel, and no figure per step.
+
+    `category(name)` is a kernel's; appends to `losses`. Raises K25Error if no table can be read.
+    """
+    rows = []
+    for number, path in enumerate(tables):
+        try:
+            found = read(path)
+        except K25Error as error:
+            losses.append(loss(path, "unreadable table", 1, str(error)))
+            continue
+        kind = "kernel" if any(row["kind"] == "kernel" for row in found) else "operator"
+        known = {"rank": _rank(path, number)}
+        for row in (row for row in found if row["kind"] == kind):
+            told = {"category": category(row["name"]), "calls": row["calls"], "ms": row["self_ns"] / 1e6}
+            rows.append({**known, "name": row["name"], **told})
+    if not rows:
+        raise K25Error("; ".join(told["detail"] for told in losses) or "no profiler table could be read")
+    note = (
+        "totals over the whole session from the profiler's text table, prefill included: no figure per decode step can "
+        "be given; names are cut, so categories are a guess for long ones"
+    )
+    losses.append(loss(tables[0], "no trace", len(tables), note))
+    found = sorted({row["rank"] for row in rows})
+    world = max(found) + 1
+    empty = "per_step categories kernels unknown census collectives skew by_kind cross_check passes"
+    return {
+        "capture": {
+            "kind": "table",
+            "note": note,
+            "files": len(tables),
+            "ranks": found,
+            "world_size": world,
+            "missing_ranks": sorted(set(range(world)) - set(found)),
+            "clashes": [],
+            "sessions": [],
+        },
+        "losses": losses,
+        "steps": {"found_by": None, **dict.fromkeys(steps.KINDS, 0), "by_batch": {}, "by_rank": []},
+        **{key: [] for key in empty.split()},
+        "session_totals": rows,
+    }
+
+
+def _rank(path, number):
+    """The rank in a table's name, or its number among the tables."""
+    last = Path(path).stem.rpartition("_")[2]
+    known = {"path": str(path), "rank": None, "process": None}
+    ranks.identify([known])
+    return int(last) if last.isdigit() else number if known["rank_from"].startswith("nothing") else known["rank"]

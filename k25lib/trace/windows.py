@@ -1,6 +1,7 @@
 """A trace file as windows of whole events: decompressed in pieces, cut where one event ends and the next begins."""
 
 import re
+import zlib
 from pathlib import Path
 
 from isal import isal_zlib
@@ -8,8 +9,18 @@ from isal import isal_zlib
 from k25lib.errors import K25Error
 
 WINDOW_BYTES = 1 << 19  # the events of a window stay in the processor's cache
-READ_BYTES = 1 << 14
 LIMIT_BYTES = 16 << 20  # no header and no event is larger than this
+
+_OTHERS = {  # how files start that are something else
+    b"\x1f\x8b": "it is gzipped twice: gunzip it once",
+    b"\x28\xb5\x2f\xfd": "it is compressed by zstd: unzstd it first",
+    b"\xfd7zXZ": "it is compressed by xz: unxz it first",
+    b"BZh": "it is compressed by bzip2: bunzip2 it first",
+    b"PK\x03\x04": "it is a zip archive: unzip it first",
+    b"\xff\xfe": "its text is UTF-16 or UTF-32: convert it to UTF-8",
+    b"\xfe\xff": "its text is UTF-16: convert it to UTF-8",
+    b"\x00": "it is binary, UTF-16 or UTF-32: convert text to UTF-8",
+}
 
 _KEY = rb'"(?:ph|cat|name|pid|tid|ts|dur|id|bp|s|args|tts|cname|sf)"\s*:'
 BOUNDARY = re.compile(rb"\}\s*,[\s,]*(?=\{\s*" + _KEY + rb")")
@@ -29,13 +40,14 @@ def pieces(path, warnings):
             while block := file.read(WINDOW_BYTES):
                 yield [block]
             return
-        member, block, done, size, in_member = isal_zlib.decompressobj(wbits=31), b"", [], 0, False
+        member, block, done, size, total, in_member = isal_zlib.decompressobj(wbits=31), b"", [], 0, 0, False
         while block := block or file.read(1 << 16):
             in_member = True
             try:
                 out = member.decompress(block)
             except isal_zlib.error as error:
                 warnings.append(("damaged gzip", f"decompression stopped: {error}"))
+                done.extend(_before_damage(path, total))
                 in_member = False
                 break
             block = b""
@@ -44,6 +56,7 @@ def pieces(path, warnings):
                 member, in_member = isal_zlib.decompressobj(wbits=31), bool(block)
             done.append(out)
             size += len(out)
+            total += len(out)
             if size >= WINDOW_BYTES:
                 yield done
                 done, size = [], 0
@@ -51,6 +64,27 @@ def pieces(path, warnings):
             yield done
         if in_member:
             warnings.append(("truncated", "the gzip stream ends early: events after that point are lost"))
+
+
+def _before_damage(path, had):
+    """What zlib gets out of a damaged file behind its first `had` bytes: isal gives none of the block it fails in."""
+    member, size = zlib.decompressobj(wbits=31), 1 << 14
+    with Path(path).open("rb") as file:
+        while block := file.read(size):
+            before = member.copy()
+            try:
+                out = member.decompress(block)
+            except zlib.error:
+                if size == 1:
+                    return
+                file.seek(-len(block), 1)
+                member, size = before, 1  # byte by byte up to the damage
+                continue
+            if member.eof:
+                file.seek(-len(member.unused_data), 1)
+                member = zlib.decompressobj(wbits=31)
+            yield out[max(had, 0) :]
+            had -= len(out)
 
 
 def open_events(path, blocks, warnings):
@@ -71,7 +105,8 @@ def open_events(path, blocks, warnings):
             break
     if not head:
         raise K25Error(f"{path} is empty")
-    reason = "; ".join(detail for _, detail in warnings) or "no traceEvents in it"
+    reason = next((told for magic, told in _OTHERS.items() if head.startswith(magic)), "no traceEvents in it")
+    reason = "; ".join(detail for _, detail in warnings) or reason
     raise K25Error(f"{path} is not a Kineto trace ({reason})")
 
 

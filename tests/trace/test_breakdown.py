@@ -320,9 +320,9 @@ def test_bad_arguments(tmp_path):
         breakdown([tmp_path])
     with pytest.raises(UsageError, match="no grouping"):
         breakdown([tmp_path], group="all")
-    (tmp_path / "x.sqlite").write_text("")
-    with pytest.raises(UsageError, match="nsys"):
-        breakdown([tmp_path / "x.sqlite"])
+    (tmp_path / "x.nsys-rep").write_text("")
+    with pytest.raises(UsageError, match="nsys export"):
+        breakdown([tmp_path / "x.nsys-rep"])
 
 
 def test_the_command_prints_the_schema(c64):

@@ -185,7 +185,6 @@ def test_any_layout(base, read, monkeypatch, layout, window):
     text, truth = base
     if window:
         monkeypatch.setattr(windows, "WINDOW_BYTES", window)
-        monkeypatch.setattr(windows, "READ_BYTES", 1 << 10)
     data = LAYOUTS[layout](json.loads(text)).encode()
     for trace in (read(data), read(gzip.compress(data, 1), "t.json.gz")):
         found = sorted(rows(trace))

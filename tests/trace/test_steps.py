@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from generate import load, write_capture
 
-from k25lib.trace import kineto, steps
+from k25lib.trace import annotations, kineto, steps
 from k25lib.trace.breakdown import breakdown
 from k25lib.trace.categories import Categories
 
@@ -49,7 +49,7 @@ def passes(found, *kinds):
     ],
 )
 def test_names_of_steps(name, meaning):
-    assert steps.parse(name) == meaning
+    assert annotations.parse(name) == meaning
 
 
 CAMPAIGN = {"ranks": 1, "decode": 155, "prefill": 5, "layers": 20, "allreduces": 41}

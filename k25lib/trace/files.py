@@ -1,0 +1,55 @@
+"""The files of a capture: which there are, which ranks each holds, and one rank of one file as a Trace."""
+
+from pathlib import Path
+
+from k25lib.errors import K25Error, UsageError
+from k25lib.trace import kineto, nsys
+
+TRACES = (".json", ".json.gz")
+
+
+def find_files(paths):
+    """(trace files, text tables) of files and folders. A folder without traces is searched one level down."""
+    traces, tables = [], []
+    for path in map(Path, paths):
+        if not path.exists():
+            raise UsageError(f"no such file or folder: {path}")
+        if path.is_dir():
+            inside = sorted(path.iterdir())
+            if not any(_is_trace(p) or _is_table(p) for p in inside):
+                inside = sorted(path.glob("*/*"))
+            traces += [p for p in inside if _is_trace(p)]
+            tables += [p for p in inside if _is_table(p)]
+        elif path.suffix == ".txt":
+            tables.append(path)
+        elif path.suffix in (".nsys-rep", ".qdrep"):
+            raise UsageError(f"{path}: export it first: nsys export --type sqlite {path}")
+        else:
+            traces.append(path)
+    if not traces and not tables:
+        raise K25Error(
+            f"no traces (*.json, *.json.gz, *.sqlite) in {', '.join(map(str, paths))}: "
+            "was the capture stopped and written?"
+        )
+    return list(dict.fromkeys(traces)), list(dict.fromkeys(tables))
+
+
+def _is_trace(path):
+    if not path.is_file():
+        return False
+    is_json = path.name.endswith(TRACES) and ("trace" in path.name or path.name.endswith(".gz"))
+    return is_json or path.suffix in nsys.SUFFIXES
+
+
+def _is_table(path):
+    return path.is_file() and path.suffix == ".txt" and "profiler_out" in path.name
+
+
+def peek(path):
+    """The ranks in a file, from its start: dicts of path, rank, world_size, process, start_ns, and for nsys device."""
+    return nsys.peek(path) if nsys.is_nsys(path) else [kineto.peek(path)]
+
+
+def read(path, device=None, launches=False):
+    """One rank's Trace; `device` is of its `peek`. `launches` also takes when each launch began on the CPU."""
+    return kineto.read(path, launches) if device is None else nsys.read(path, device, launches)
