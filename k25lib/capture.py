@@ -57,7 +57,7 @@ def capture(url, model, traces, target, *, concurrency, requests, input_tokens, 
         say(f"the profiler records Python stacks: traces are {STACKS_FACTOR} times larger and stopping takes minutes; "
             'start the server with "torch_profiler_with_stack":false')  # fmt: skip
     steps, size = bounds(concurrency, requests, output_tokens, world_size, stacks)
-    say(f"about {steps} decode steps on {world_size or 'all'} ranks: at most {size / 1e9:.1f} GB of traces")
+    say(f"about {steps} decode steps on {world_size or 'all'} ranks: at most {size / 1e6:,.0f} MB of traces")
     _check_disk(size, traces, target)
     client.require_profiler(stop_timeout_s)
     load = {"input_tokens": input_tokens, "output_tokens": output_tokens, "api_key": None}

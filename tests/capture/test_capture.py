@@ -188,7 +188,7 @@ def test_a_stop_that_fails_does_not_hide_why_the_load_failed(server, tmp_path, m
 
 def test_bounds_are_said_before_anything_is_sent(server, tmp_path):
     _, said = take(server, tmp_path, concurrency=2)
-    assert said[0] == "about 9 decode steps on 2 ranks: at most 0.0 GB of traces"
+    assert said[0] == "about 9 decode steps on 2 ranks: at most 17 MB of traces"
     assert bounds(1, 5, 32, ranks=8) == (155, 160 * 8 * 600_000)
     assert bounds(64, 64, 8, ranks=2, stacks=True) == (7, 71 * 2 * 12_000_000)
 
