@@ -87,17 +87,12 @@ def send(
 
 
 def _read(result, output_tokens, name, warmup, phase="measured"):
-    records = sorted(result["records"], key=lambda exchange: exchange["index"])
-    return [
-        Request(
-            exchange,
-            output_tokens,
-            f"{name}-{exchange['index']}",
-            "warmup" if exchange["index"] < warmup else phase,
-            result["start_ns"],
-        )
-        for exchange in records
-    ]
+    requests = []
+    for exchange in sorted(result["records"], key=lambda exchange: exchange["index"]):
+        index = exchange["index"]
+        one_phase = "warmup" if index < warmup else phase
+        requests.append(Request(exchange, output_tokens, f"{name}-{index}", one_phase, result["start_ns"]))
+    return requests
 
 
 def _all_failed(rows, target):
@@ -166,9 +161,22 @@ class _Sweeper:
 
         self.counters.before()
         result = self.driver.hold(plan, concurrency, warmup, due_ns, limit, tick)
-        self.counters.after()
-        requests = _read(result, settings["output_tokens"], name, warmup)
-        return requests, result, self.counters.figures()
+
+        def read():
+            self.counters.after()
+            return _read(result, settings["output_tokens"], name, warmup), result, self.counters.figures()
+
+        return self.keep(read)
+
+    def keep(self, call):
+        """What `call` returns, called again if Ctrl-C came meanwhile: what was measured is not lost."""
+        try:
+            return call()
+        except KeyboardInterrupt:
+            if self.driver.interrupted:
+                raise
+            self.driver.interrupted = True
+            return call()
 
     def later_s(self, request_s):
         """About how long the levels after this one take, if a request takes `request_s` there."""
@@ -278,7 +286,8 @@ def _measure(found, sweeper, wanted):
             if sweeper.driver.interrupted:
                 break
         if any(requests for requests, _, _ in runs):
-            each = level(runs, concurrency, rate, settings["slo"], settings["gpus"], sweeper.honest_concurrency)
+            figures = (runs, concurrency, rate, settings["slo"], settings["gpus"], sweeper.honest_concurrency)
+            each = sweeper.keep(lambda figures=figures: level(*figures))
             result["levels"].append(each)
             sweeper.say(line(each))
         if sweeper.driver.interrupted or found.error:

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import pkgutil
 import signal
 import subprocess
 import sys
@@ -326,6 +327,22 @@ def test_no_server_is_one_line_and_exit_1():
     out, err = process.communicate(timeout=30)
     assert (process.returncode, out) == (1, "")
     assert len(err.splitlines()) == 1 and "127.0.0.1:9" in err
+
+
+@pytest.mark.parametrize("name", ["Counters.after", "level"])
+def test_ctrl_c_between_the_load_and_its_figures_loses_nothing(truth, monkeypatch, name):
+    owner, _, name = f"k25lib.load.sweep.{name}".rpartition(".")
+    owner = pkgutil.resolve_name(owner)
+    call, pressed = getattr(owner, name), iter([True])
+
+    def interrupted(*args):
+        if next(pressed, False):
+            raise KeyboardInterrupt
+        return call(*args)
+
+    monkeypatch.setattr(owner, name, interrupted)
+    found = sweep(truth, "truth", [1, 2], 8, 4, requests_per_slot=2, selftest=False)
+    assert found.interrupted and [level["requests"] for level in found.result["levels"]] == [2]
 
 
 @pytest.mark.slow
