@@ -71,9 +71,13 @@ os._exit(code if code >= 0 else 128 - code)
 def prefix_of(python):
     """The command before a Python program's arguments, from None (this interpreter), a string or a list."""
     parts = [sys.executable] if not python else shlex.split(python) if isinstance(python, str) else list(python)
-    if "exec" in parts[1:3] and not {"-i", "-it", "-ti", "--interactive"} & set(parts):
-        at = parts.index("exec") + 1  # docker, podman, kubectl: the worker reads its settings on stdin
-        parts.insert(at, "-i")
+    keeper = next(
+        (at for at, part in enumerate(parts) if Path(part).name in ("docker", "podman", "kubectl")), len(parts)
+    )
+    if "exec" in parts[keeper:]:
+        at = parts.index("exec", keeper) + 1
+        if not {"-i", "-it", "-ti", "--interactive", "--stdin"} & set(parts[at:]):
+            parts.insert(at, "-i")  # the worker reads its settings on stdin
     return parts
 
 
@@ -190,6 +194,7 @@ class Job:
         """Run every task in workers that `start(tasks)` makes; returns the rows in the order of the tasks."""
         while self.todo:
             worker, self.current, reason, in_order = start(self.todo), None, "", False
+            before = len(self.todo)
             try:
                 for event in self._events(worker):
                     kind = event.pop("event")
@@ -211,7 +216,7 @@ class Job:
             if self.todo:
                 reason = reason or f"the worker ended with {_ending(code)}"
                 words = "" if in_order else worker.last_words()
-                self._ended("; ".join(part for part in (reason, words) if part))
+                self._ended("; ".join(part for part in (reason, words) if part), len(self.todo) < before)
         return [self.rows[number] for number in sorted(self.rows)]
 
     def _events(self, worker):
@@ -229,14 +234,14 @@ class Job:
                 return
             yield event
 
-    def _ended(self, reason):
+    def _ended(self, reason, had_rows):
         """A worker ended before its tasks did: what becomes of them."""
         self.deaths += 1
         late = time.monotonic() >= self.deadline
         failed = {"status": "failed", "reason": reason}
         if self.current:
             self._done(self.current, failed)
-        elif not late:  # it never began: the same would happen to every row
+        elif not late and not had_rows:  # it never began: the same would happen to every row
             for task in list(self.todo):
                 self._done(task, failed)
         if late or self.deaths >= RESTARTS:

@@ -141,6 +141,8 @@ def test_ssh_gets_one_word_a_quoted_argument(tmp_path):
         ("docker exec -i vllm python3", ["docker", "exec", "-i", "vllm", "python3"]),
         ("kubectl exec pod -- python3", ["kubectl", "exec", "-i", "pod", "--", "python3"]),
         ("sudo docker exec vllm python3", ["sudo", "docker", "exec", "-i", "vllm", "python3"]),
+        ("kubectl -n ns exec pod -- python3", ["kubectl", "-n", "ns", "exec", "-i", "pod", "--", "python3"]),
+        ("ssh -i k h docker exec v python3", ["ssh", "-i", "k", "h", "docker", "exec", "-i", "v", "python3"]),
         ("/opt/vllm/bin/python", ["/opt/vllm/bin/python"]),
         (None, [sys.executable]),
     ],
@@ -207,3 +209,53 @@ def test_bad_arguments_are_one_line(arguments, says, capsys):
     error = capsys.readouterr().err
     assert says in error
     assert error.count("\n") == 1
+
+
+class Scripted:
+    """A worker that says the events of its script and then ends with a code."""
+
+    def __init__(self, events, code):
+        self.events, self.code = list(events), code
+
+    def next(self, timeout_s):
+        return self.events.pop(0) if self.events else None
+
+    def wait(self, seconds):
+        pass
+
+    def stop(self):
+        return self.code
+
+    def last_words(self):
+        return ""
+
+
+def test_a_fatal_row_costs_that_row_alone():
+    started = []
+
+    def start(todo):
+        started.append([task["name"] for task in todo])
+        events = []
+        for task in list(todo):
+            fatal = task["name"] == "b"
+            row = {"event": "row", "status": "failed" if fatal else "ok", "reason": "CUDA error" if fatal else ""}
+            events += [{"event": "start", "id": task["id"]}, row]
+            if fatal:
+                return Scripted(events, 3)
+        return Scripted([*events, {"event": "end"}], 0)
+
+    rows = launch.Job([{"name": name} for name in "abcd"], 60, 10, None, None).run(start)
+    assert [(row["name"], row["status"]) for row in rows] == [("a", "ok"), ("b", "failed"), ("c", "ok"), ("d", "ok")]
+    assert started == [["a", "b", "c", "d"], ["c", "d"]]
+
+
+def test_a_worker_that_never_begins_fails_every_row_once():
+    started = []
+
+    def start(todo):
+        started.append(len(todo))
+        return Scripted([], 1)
+
+    rows = launch.Job([{"name": name} for name in "ab"], 60, 10, None, None).run(start)
+    assert [row["reason"] for row in rows] == ["the worker ended with exit code 1"] * 2
+    assert started == [2]
