@@ -131,6 +131,7 @@ class Runner:
         """Write the document (and the page); a report that can't be written is said, and the campaign goes on."""
         try:
             write_report(self.run, page=page)
+            self.run.update(report_error="")
         except Exception as error:  # a fault in a report must not cost the measurements
             self.run.update(report_error=f"{type(error).__name__}: {error}")
             self.say(f"the report could not be written: {type(error).__name__}: {error}")

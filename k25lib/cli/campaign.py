@@ -58,8 +58,10 @@ def run_campaign(args):
         runner.run = run = run or new_run(settings, ["k25", *sys.argv[1:]])
         print(f"run: {run.path}", file=sys.stderr)
         failed = runner.go(chosen)
-    print(run.report_dir / "index.html")
-    return 1 if failed or run.manifest.get("server_error") else 0
+    wrong = [run.manifest.get(name) for name in ("server_error", "report_error")]
+    if not wrong[1]:
+        print(run.report_dir / "index.html")
+    return 1 if failed or any(wrong) else 0
 
 
 def _server(settings, args):

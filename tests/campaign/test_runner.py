@@ -3,6 +3,7 @@
 import nbformat
 import pytest
 
+from k25lib.campaign import runner
 from k25lib.campaign.plan import Phase
 from k25lib.campaign.runner import Runner, drop_traces
 from k25lib.client import Client
@@ -36,6 +37,25 @@ def test_a_server_that_is_not_as_it_was_found_is_in_the_manifest(places):
     Broken.close = lambda self: None
     Runner(run, [], Settings(), Broken(), say=str).go()
     assert run.manifest["server_error"] == ""
+
+
+def test_a_report_that_can_not_be_written_is_in_the_manifest_until_it_can(places, monkeypatch):
+    def broken(run, page):
+        raise ValueError("no room")
+
+    class There:
+        def close(self):
+            pass
+
+    run, said = Run.create("x", settings={}, title="x", phases={}), []
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "write_report", broken)
+        Runner(run, [], Settings(), There(), say=said.append).go()
+    assert run.manifest["report_error"] == "ValueError: no room"
+    assert said == ["the report could not be written: ValueError: no room"]
+    Runner(run, [], Settings(), There(), say=said.append).go()
+    assert run.manifest["report_error"] == ""
+    assert (run.report_dir / "index.html").is_file()
 
 
 def test_a_capture_that_was_cut_off_leaves_no_profiler_running(places, monkeypatch):
