@@ -15,6 +15,7 @@ from wild_server import CLOSE, HEAD, WildServer, event, good, plain, stream, tex
 
 from k25lib.errors import K25Error, UsageError
 from k25lib.load.drive import Driver
+from k25lib.load.metrics import Request, met_share
 from k25lib.load.prompts import Prompts, Target
 from k25lib.load.selftest import fidelity, truth_server
 from k25lib.load.stream import Outcome
@@ -261,6 +262,18 @@ def test_a_keep_alive_connection_closed_meanwhile_is_opened_again(tls, pause, re
         rows = send(server.url, "wild", 12, 2, 8, 4)
     assert {row["kind"] for row in rows} == {"ok"} and len(server.seen) == 12
     assert server.connections() > 2
+
+
+def test_opening_a_connection_does_not_hold_up_the_tokens_of_others(certificate):
+    head, *parts = with_header(good(20), b"Connection: close")
+    paced = [head, *(each for part in parts for each in (part, 0.02))]
+    with WildServer(answering(paced), certificate=certificate, handshake_s=0.25) as server:
+        target, prompts = Target(server.url, "wild"), Prompts(3, 8)
+        plan = [target.request(prompts.make(index), 20, f"r{index}") for index in range(9)]
+        result = Driver(target).hold(plan, 3)
+    requests = [Request(each, 20, "r", "measured", result["start_ns"]) for each in result["records"]]
+    assert [request.row["kind"] for request in requests] == ["ok"] * 9 and result["connects"] == 9
+    assert met_share(requests, 3) == 0
 
 
 @pytest.mark.parametrize("status", [401, 503])

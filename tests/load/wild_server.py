@@ -53,8 +53,8 @@ class WildServer:
     `seen` has each request with a body, and the number of the `connection` it came on.
     """
 
-    def __init__(self, answer, metrics=None, certificate=None, host="127.0.0.1", early=None):
-        self.early = early
+    def __init__(self, answer, metrics=None, certificate=None, host="127.0.0.1", early=None, handshake_s=0.0):
+        self.early, self.handshake_s = early, handshake_s
         self.answer, self.metrics, self.seen, self.lock = answer, metrics, [], threading.Lock()
         self.listener = socket.create_server(
             (host, 0), backlog=512, family=socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -88,6 +88,7 @@ class WildServer:
     def _serve(self, sock, number):
         try:
             if self.context:
+                time.sleep(self.handshake_s)
                 sock = self.context.wrap_socket(sock, server_side=True)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with sock, sock.makefile("rb") as reader:
