@@ -1,6 +1,8 @@
 """One keep-alive connection of the load worker: TCP or TLS, kernel receive stamps, the framing of a response."""
 
 import contextlib
+import errno
+import os
 import socket
 import ssl
 import struct
@@ -33,12 +35,17 @@ def clock_offset_ns():
     return min((after - before, real - (before + after) // 2) for before, real, after in readings)[1]
 
 
+def _check(error):
+    if error not in (0, errno.EINPROGRESS):
+        raise OSError(error, os.strerror(error))
+
+
 class Framing:
     """Whether an HTTP response is complete. `lazy`: it need be fed only data that ends in an empty line (chunked)."""
 
     def __init__(self):
         self.parser = httptools.HttpResponseParser(self)
-        self.chunked = self.sized = self.lazy = self.complete = self.started = False
+        self.chunked = self.sized = self.lazy = self.complete = self.started = self.keep_alive = False
         self.fed = 0  # pieces
 
     def on_header(self, name, value):
@@ -54,7 +61,7 @@ class Framing:
 
     def on_message_complete(self):
         if self.parser.get_status_code() >= 200:  # 100 Continue and its kind precede the response
-            self.complete = True
+            self.complete, self.keep_alive = True, self.parser.should_keep_alive()  # the parser forgets it hereafter
         self.chunked = self.sized = self.lazy = self.started = False
 
     def feed(self, pieces):
@@ -71,42 +78,46 @@ class Connection:
     def __init__(self, slot):
         self.slot = slot
         self.sock = self.tls = self.exchange = self.framing = self.free_ns = None
-        self.closed = False
+        self.opening = self.closed = False
 
     def open(self, plan, context):
-        """Connect, blocking: it is done before the load, or after the server closed. Raises OSError."""
+        """Begin to connect: `go_on` once writable, then when readable, while `opening`. Raises OSError."""
         family, kind, proto, _, address = plan["address"]
         sock = socket.socket(family, kind, proto)
         try:
-            sock.settimeout(plan["connect_timeout_s"])
-            sock.connect(address)
+            sock.setblocking(False)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if context:
-                self.handshake(sock, context, plan["host"])
             if sys.platform == "linux":
                 sock.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
+            _check(sock.connect_ex(address))
         except OSError:
             sock.close()
             raise
-        sock.setblocking(False)
+        if context:  # a TLS session through memory, so that every read of the socket keeps its stamp
+            self.incoming, self.outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+            self.tls = context.wrap_bio(self.incoming, self.outgoing, server_hostname=plan["host"])
         self.sock, self.fd, self.recvmsg = sock, sock.fileno(), sock.recvmsg
-        self.used, self.pending, self.closed = 0, b"", False
+        self.used, self.pending, self.opening, self.closed = 0, b"", True, False
 
-    def handshake(self, sock, context, host):
-        """Begin a TLS session through memory, so that every read of the socket keeps its stamp."""
-        self.incoming, self.outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self.tls = context.wrap_bio(self.incoming, self.outgoing, server_hostname=host)
-        while True:
-            try:
-                self.tls.do_handshake()
-            except ssl.SSLWantReadError:
-                sock.sendall(self.outgoing.read())
-                data = sock.recv(READ_BYTES)
-                if not data:
-                    raise ConnectionResetError("closed during the TLS handshake") from None
-                self.incoming.write(data)
-            else:
-                return sock.sendall(self.outgoing.read())
+    def go_on(self):
+        """Go on connecting as far as the socket lets: TCP, then the TLS handshake. Raises OSError."""
+        _check(self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
+        self.opening = self.tls is not None and not self._handshake()
+
+    def _handshake(self):
+        with contextlib.suppress(BlockingIOError):
+            data = self.sock.recv(READ_BYTES)
+            if not data:
+                raise ConnectionResetError("closed during the TLS handshake")
+            self.incoming.write(data)
+        done = True
+        try:
+            self.tls.do_handshake()
+        except ssl.SSLWantReadError:
+            done = False
+        self.pending += self.outgoing.read()
+        self._send()
+        return done
 
     def start(self, index, due_ns, retried):
         """A new exchange on this connection; see `worker.Worker`."""
@@ -120,16 +131,19 @@ class Connection:
         if self.tls is not None:
             self.tls.write(data)
             data = self.outgoing.read()
-        self.pending = data
+        self.pending += data
         self.used += 1
 
     def flush(self):
         """Send what the socket takes; whether something is left. Raises OSError."""
-        with contextlib.suppress(BlockingIOError):
-            self.pending = self.pending[self.sock.send(self.pending) :]
+        self._send()
         if not self.pending:
             self.exchange["sent_ns"] = now()
         return bool(self.pending)
+
+    def _send(self):
+        with contextlib.suppress(BlockingIOError):
+            self.pending = self.pending[self.sock.send(self.pending) :]
 
     def read(self):
         """One read as a piece (kernel stamp as bytes or None, read_ns, data); sets `closed`. Raises OSError."""

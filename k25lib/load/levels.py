@@ -11,6 +11,7 @@ from k25lib.load.metrics import latencies, rounded, run_figures
 VOID_HIT_RATE = 0.01
 MAX_CPU_SHARE = 0.8
 MIN_IN_FLIGHT = 0.98
+MAX_MET_SHARE = 0.01
 HEADER = "C or rate     tok/s   TPOT ms       p99  TTFT p50 in flight failed  remarks"
 
 
@@ -104,7 +105,9 @@ def client_state(figures, found, concurrency, rate, honest_concurrency):
         "cpu_us_per_token": _pool(np.mean, figures, "cpu_us_per_token"),
         "cpu_share": _pool(max, figures, "cpu_share"),
         "lag_ms_p99": _pool(max, figures, "lag_ms_p99"),
+        "met_share": _pool(max, figures, "met_share"),
         "late_ms_p99": _pool(max, figures, "late_ms_p99"),
+        "connects": sum(each["connects"] for each in figures),
         "stamps": "kernel" if all(each["stamps"] == "kernel" for each in figures) else "user",
         "priority": figures[0]["priority"] if figures else None,
     }
@@ -114,8 +117,10 @@ def client_state(figures, found, concurrency, rate, honest_concurrency):
         reasons.append(f"above the honest concurrency of the self-test, {honest_concurrency}")
     if (state["cpu_share"] or 0) > MAX_CPU_SHARE:
         reasons.append(f"the client used {state['cpu_share']:.0%} of a core")
-    if tpot and (state["lag_ms_p99"] or 0) > tpot:  # up to here the kernel's stamps make up for it
-        reasons.append(f"receive lag p99 {state['lag_ms_p99']:.1f} ms: tokens met in the socket")
+    if (state["met_share"] or 0) > MAX_MET_SHARE:
+        reasons.append(f"{state['met_share']:.1%} of the chunks met in the socket: TPOT may be too small by as much")
+    elif tpot and (state["lag_ms_p99"] or 0) > tpot:  # up to here the kernel's stamps make up for it
+        reasons.append(f"receive lag p99 {state['lag_ms_p99']:.1f} ms, more than a token's time")
     if rate is not None and tpot and (state["late_ms_p99"] or 0) > tpot:
         reasons.append(f"late sends: p99 {state['late_ms_p99']:.1f} ms after they were due")
     if rate is None and found["in_flight_mean"] and found["in_flight_mean"] < MIN_IN_FLIGHT * concurrency:

@@ -9,10 +9,12 @@ import numpy as np
 
 from k25lib.errors import UsageError
 from k25lib.load.stream import Outcome
+from k25lib.load.worker import GATHER_FROM, MAX_GATHER_S
 
 LATENCIES = ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")
 SUMMARY = ("mean", "low", "high", "p50", "p90", "p99", "n")
 RESAMPLES = 1000
+LATE_READ_NS = 1_000_000
 
 
 class Request:
@@ -23,6 +25,9 @@ class Request:
         pieces = exchange["pieces"]
         self.times_ns, self.tokens = np.array(outcome.times_ns, dtype=np.int64), np.array(outcome.tokens, dtype=float)
         self.lags_ns = [read_ns - stamp_ns for stamp_ns, read_ns, _ in pieces]
+        lags_ns = {stamp_ns: read_ns - stamp_ns for stamp_ns, read_ns, _ in pieces}
+        together = self.times_ns[1:][np.diff(self.times_ns) == 0]
+        self.together_lags_ns = [lags_ns[at] for at in together.tolist()]  # of chunks in one read with the one before
         self.send_ns = exchange["send_ns"]
         self.from_ns = exchange["send_ns"] if exchange["due_ns"] is None else exchange["due_ns"]
         self.end_ns = pieces[-1][0] if pieces else exchange["end_ns"]
@@ -161,6 +166,23 @@ def wave_rates(requests, concurrency, in_flight):
     return rates
 
 
+def met_share(requests, concurrency):
+    """Share of the chunks that seem to have met in the socket: in one read with the chunk before, and read late.
+
+    A read keeps the stamp of its last segment, so the times of the others are lost: a first token that looks late
+    makes TPOT too small, by about this share. A server may send several chunks at once; those are read at once. The
+    lag of such a read is anywhere between nothing and a token's time, so this finds most of them, not all.
+    """
+    good = [request for request in requests if request.ok and request.row["tpot_ms"] is not None]
+    gather_ns = MAX_GATHER_S * 1e9 if concurrency is None or concurrency >= GATHER_FROM else 0
+    met = sum(
+        lag_ns > max(gather_ns, LATE_READ_NS, request.row["tpot_ms"] * 1e6 / 4)
+        for request in good
+        for lag_ns in request.together_lags_ns
+    )
+    return met / sum(len(request.times_ns) for request in good) if good else None
+
+
 def parse_slo(slo):
     """{"ttft": ms, ...} from "ttft=500,tpot=30", a dict of the same, or None."""
     if not slo:
@@ -208,7 +230,9 @@ def run_figures(requests, result, concurrency, rate, slo):
         "cpu_us_per_token": result["cpu_s"] * 1e6 / tokens if tokens else None,
         "cpu_share": result["cpu_s"] / ((result["end_ns"] - result["start_ns"]) / 1e9),
         "lag_ms_p99": float(np.quantile(lags, 0.99)) / 1e6 if lags and result["stamps"] == "kernel" else None,
+        "met_share": met_share(measured, concurrency) if result["stamps"] == "kernel" else None,
         "late_ms_p99": float(np.quantile(late, 0.99)) if late else None,
+        "connects": result["connects"],
         "stamps": result["stamps"],
         "priority": result["priority"],
     }

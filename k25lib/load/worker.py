@@ -29,6 +29,7 @@ HAS_EPOLL = hasattr(select, "epoll")
 # From so many requests in flight the loop lets events gather, for a share of a request's time and of a token's.
 GATHER_FROM, MAX_GATHER_S, REQUEST_SHARE, TOKEN_SHARE = 32, 0.002, 0.002, 0.2
 STEPPED_NS = 1_000_000  # a realtime clock that moved by more was set meanwhile: its stamps are worth nothing
+OPEN_AT_ONCE = 64  # a server's queue of connections not accepted yet has a bound
 now = time.monotonic_ns
 
 
@@ -48,15 +49,42 @@ class Worker:
         self.open, self.busy, self.records = {}, {}, []
         self.stopped = self.kernel_stamps = False
         self.gone = self.deadline = None
-        self.next_tick_ns, self.gather_s = 0, 0.0
+        self.next_tick_ns, self.gather_s, self.connects = 0, 0.0, 0
         self.context = ssl.create_default_context() if plan["tls"] else None
 
     # --- one exchange
 
     def connect(self, connection):
         connection.open(self.plan, self.context)
-        self.poller.register(connection.fd, READ)
+        self.poller.register(connection.fd, WRITE)
         self.open[connection.fd] = connection
+        self.connects += 1
+
+    def connect_all(self, connections):
+        """Open the connections before the load."""
+        for at in range(0, len(connections), OPEN_AT_ONCE):
+            some, limit_ns = connections[at : at + OPEN_AT_ONCE], now() + self.plan["connect_timeout_s"] * 1e9
+            for connection in some:
+                self.connect(connection)
+            while not self.stopped and any(connection.opening for connection in some):
+                for fd, _ in self.poller.poll(0.25 if HAS_EPOLL else 250):
+                    if self.open[fd].opening:
+                        self.go_on(self.open[fd])
+                if now() > limit_ns:
+                    raise TimeoutError("timed out")
+
+    def go_on(self, connection):
+        """Go on connecting, without waiting: other slots are in flight; True if an exchange ended by it."""
+        try:
+            connection.go_on()
+        except OSError as error:
+            if connection.exchange is None:
+                raise
+            return self.give_up(connection, "connect", error)
+        self.poller.modify(connection.fd, READ)
+        if connection.exchange is not None and not connection.opening:
+            self.send(connection)
+        return False
 
     def close(self, connection):
         if connection.sock is not None:
@@ -65,36 +93,40 @@ class Worker:
             del self.open[connection.fd]
             connection.sock.close()
             connection.sock = connection.tls = None
+            connection.opening = False
         return False
 
     def begin(self, connection, index, due_ns=None, retried=False):
         """Send request `index`, opening the connection again where the server closed it; True if that failed."""
-        exchange = connection.start(index, due_ns, retried)
+        connection.start(index, due_ns, retried)
         if connection.sock is None:
             try:
                 if self.gone:
                     raise self.gone
                 self.connect(connection)
             except OSError as error:
-                if isinstance(error, TimeoutError):
-                    self.gone = error  # each further try would block the loop as long
                 return self.finish(connection, "connect", error)
-        connection.write(self.requests[index])
         self.busy[connection.fd] = connection
+        if not connection.opening:
+            self.send(connection)
+        return False
+
+    def send(self, connection):
+        exchange = connection.exchange
+        connection.write(self.requests[exchange["index"]])
         exchange["send_ns"] = now()
-        if self.deadline is None and self.plan["max_ns"] and index >= self.plan["warmup"]:
+        if self.deadline is None and self.plan["max_ns"] and exchange["index"] >= self.plan["warmup"]:
             self.deadline = exchange["send_ns"] + self.plan["max_ns"]
-        return self.flush(connection, writing=False)
+        self.flush(connection, writing=False)
 
     def flush(self, connection, writing):
-        """Send what is pending, and ask for a writable event while the socket is full; True if the exchange is over."""
+        """Send what is pending, and ask for a writable event while the socket is full."""
         try:
             left = connection.flush()
-        except OSError as error:
-            return self.broken(connection, error)
+        except OSError:  # the read that follows says how it ended: an answer may have come before
+            left = False
         if writing != left:
             self.poller.modify(connection.fd, READ | WRITE if left else READ)
-        return False
 
     def receive(self, connection):
         """Store what one read brings, and look at the response only when it may be complete; True if it is over.
@@ -116,7 +148,7 @@ class Worker:
                 try:
                     if framing.feed(connection.pieces):
                         self.finish(connection, "complete")
-                        if not framing.parser.should_keep_alive():
+                        if not framing.keep_alive or connection.pending:  # an early answer: the rest goes nowhere
                             self.close(connection)
                         return True
                 except httptools.HttpParserError as error:
@@ -160,8 +192,7 @@ class Worker:
     def run(self):
         """Hold the load; returns the records and what the client knows of itself."""
         connections = [Connection(slot) for slot in range(self.plan["concurrency"])]
-        for connection in connections:
-            self.connect(connection)
+        self.connect_all(connections)
         self.offset_ns = clock_offset_ns()
         gc.collect()
         gc.freeze()
@@ -187,6 +218,7 @@ class Worker:
             "stamps": "kernel" if self.kernel_stamps else "user",
             "priority": raised,
             "not_sent": len(self.queue),
+            "connects": self.connects,
         }
 
     def more(self):
@@ -234,7 +266,7 @@ class Worker:
         free = []
         for fd, event in events:
             connection = self.open[fd]
-            if self.receive(connection) if event == READ else self.ready(connection, event):
+            if self.receive(connection) if event == READ and not connection.opening else self.ready(connection, event):
                 free.append(connection)
         if now() >= self.next_tick_ns:
             free += self.tick()
@@ -244,9 +276,11 @@ class Worker:
 
     def ready(self, connection, event):
         """Handle an event that is not only data to read."""
-        if event & WRITE and connection.pending and self.flush(connection, writing=True):
-            return True
-        return event != WRITE and connection.sock is not None and self.receive(connection)
+        if connection.opening:
+            return self.go_on(connection)
+        if event & WRITE and connection.pending:
+            self.flush(connection, writing=True)
+        return event != WRITE and self.receive(connection)
 
     def tick(self):
         """Once in a quarter of a second: progress, time-outs, the end of the time given."""
@@ -263,8 +297,12 @@ class Worker:
             pieces = connection.exchange["pieces"]
             streaming = pieces and (len(pieces) > 1 or pieces[0][2].partition(b"\r\n\r\n")[2])
             last, limit = (pieces[-1][1], "chunk") if streaming else (connection.exchange["send_ns"], "first")
+            limit = "connect" if connection.opening else limit
             limit_s = self.plan[f"{limit}_timeout_s"]
             end = over or (at - last > limit_s * 1e9 and ("timeout", f"no data for {limit_s:g} s"))
+            if end and connection.opening and not over:
+                self.gone = TimeoutError(f"no connection within {limit_s:g} s")  # not as long again for each request
+                end = ("connect", self.gone)
             if end:
                 self.give_up(connection, *end)
                 free.append(connection)

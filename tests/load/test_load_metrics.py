@@ -15,9 +15,11 @@ from k25lib.load.prompts import Prompts, Target, poisson
 MS = 1_000_000
 
 
-def request(times_ms, parts, tokens, send_ms=0.0, index=0, slot=0, phase="measured", due_ms=None, end="complete"):
-    """A request sent at `send_ms` whose parts (the head first) came at `times_ms`."""
-    pieces = [(int(at * MS), int(at * MS) + 1000, part) for at, part in zip(times_ms, parts, strict=True)]
+def request(
+    times_ms, parts, tokens, send_ms=0.0, index=0, slot=0, phase="measured", due_ms=None, end="complete", lag_ms=0.001
+):
+    """A request sent at `send_ms` whose parts (the head first) came at `times_ms`, and were read `lag_ms` later."""
+    pieces = [(int(at * MS), int((at + lag_ms) * MS), part) for at, part in zip(times_ms, parts, strict=True)]
     exchange = {"index": index, "slot": slot, "free_ns": None, "due_ns": due_ms and int(due_ms * MS)}
     exchange |= {"send_ns": int(send_ms * MS), "sent_ns": int(send_ms * MS) + 20_000, "end_ns": int(times_ms[-1] * MS)}
     exchange |= {"end": end, "detail": None, "retried": False, "pieces": pieces}
@@ -96,6 +98,7 @@ def test_steady_window_in_flight_and_tokens():
         "stamps": "kernel",
         "priority": "normal",
         "not_sent": 0,
+        "connects": 2,
     }
     server = dict.fromkeys([*counters.TOTALS, *counters.HISTOGRAMS, "running_max", "waiting_max", "kv_usage_max"])
     level = levels.level([(every, result, server)], 2, None, {"ttft": 60, "tpot": 11}, 2, 256)
@@ -112,10 +115,33 @@ def test_steady_window_in_flight_and_tokens():
 def test_a_slot_that_stays_empty_marks_the_level():
     state = levels.client_state(
         [{"cpu_us_per_token": 9, "cpu_share": 0.1, "lag_ms_p99": 0.1, "late_ms_p99": 90, "stamps": "kernel"}
-         | {"priority": "normal"}],
+         | {"priority": "normal", "met_share": 0.0, "connects": 4}],
         {"tpot_ms": {"mean": 10.0}, "in_flight_mean": 3.6}, 4, None, 256,
     )  # fmt: skip
     assert state["limited"] and state["why"] == "only 3.6 of 4 requests in flight"
+
+
+def stalled(lag_ms, stall_tokens=6, itl_ms=10.0):
+    """A good request of 11 tokens whose first `stall_tokens` came in one read, `lag_ms` after the last of them."""
+    parts = good(11)
+    first = 50.0 + itl_ms * (stall_tokens - 1)
+    each = [max(first, 50.0 + itl_ms * min(index, 10)) for index in range(len(parts) - 1)]
+    return request([first, *each], parts, 11, lag_ms=lag_ms)
+
+
+def test_chunks_that_met_in_the_socket_are_counted_where_the_read_was_late():
+    assert stalled(0.1).row["tpot_ms"] == 5  # the truth is 10
+    assert metrics.met_share([stalled(8)], 4) == pytest.approx(5 / 11)
+    assert metrics.met_share([stalled(0.1)], 4) == 0  # read at once: the server sent them together
+    assert metrics.met_share([stalled(1.5), steady(0)], 64) == 0  # the loop let them gather
+    assert metrics.met_share([], 4) is None
+
+
+def test_a_level_whose_chunks_met_says_that_the_client_was_the_limit():
+    figures = {"cpu_us_per_token": 9, "cpu_share": 0.1, "lag_ms_p99": 0.1, "late_ms_p99": 0, "stamps": "kernel"}
+    figures |= {"priority": "normal", "met_share": 0.3, "connects": 4}
+    state = levels.client_state([figures], {"tpot_ms": {"mean": 5.0}, "in_flight_mean": 4.0}, 4, None, 256)
+    assert state["limited"] and state["why"].startswith("30.0% of the chunks met in the socket")
 
 
 def test_above_the_honest_concurrency_is_marked():

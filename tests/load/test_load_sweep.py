@@ -14,7 +14,11 @@ import pytest
 from wild_server import CLOSE, HEAD, WildServer, event, good, plain, stream, text
 
 from k25lib.errors import K25Error, UsageError
+from k25lib.load.drive import Driver
+from k25lib.load.metrics import Request, met_share
+from k25lib.load.prompts import Prompts, Target
 from k25lib.load.selftest import fidelity, truth_server
+from k25lib.load.stream import Outcome
 from k25lib.load.sweep import send, sweep
 
 QUICK = {"output_tokens": 4, "input_tokens": 8, "selftest": False, "seed": 3}
@@ -23,6 +27,24 @@ QUICK = {"output_tokens": 4, "input_tokens": 8, "selftest": False, "seed": 3}
 def answering(*answers):
     """Answer with the given lists of parts, in turn; the last one for ever."""
     return lambda body, number: answers[min(number, len(answers) - 1)]
+
+
+@pytest.fixture(scope="module")
+def made_certificate(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tls")
+    files = (str(folder / "cert.pem"), str(folder / "key.pem"))
+    make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    make += ["-addext", "subjectAltName=DNS:localhost", "-out", files[0], "-keyout", files[1]]
+    if subprocess.run(make, capture_output=True).returncode:
+        pytest.skip("no openssl command")
+    return files
+
+
+@pytest.fixture
+def certificate(made_certificate, monkeypatch):
+    """(certificate, key) files of localhost, which the load client trusts."""
+    monkeypatch.setenv("SSL_CERT_FILE", made_certificate[0])
+    return made_certificate
 
 
 def kinds(found):
@@ -193,23 +215,101 @@ def test_chat_is_calibrated():
     assert found.result["levels"][0]["input_tokens"] == {"min": 8, "max": 8}
 
 
+SIZED_BODY = b"".join(event(text()) for _ in range(3)) + event(text("a", "length")) + b"data: [DONE]\n\n"
+SIZED = [b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(SIZED_BODY), SIZED_BODY]
+
+
+@pytest.mark.parametrize("parts", [good(4), SIZED], ids=["chunked", "sized"])
+@pytest.mark.parametrize("tls", [False, True], ids=["http", "https"])
+def test_connections_are_kept_alive(parts, tls, request):
+    certificate = request.getfixturevalue("certificate") if tls else None
+    with WildServer(answering(parts), certificate=certificate) as server:
+        rows = send(server.url, "wild", 20, 2, 8, 4)
+    assert [(row["kind"], row["retried"]) for row in rows] == [("ok", False)] * 20
+    assert server.connections() == 2
+
+
+def with_header(parts, header):
+    return [parts[0].replace(b"\r\n\r\n", b"\r\n" + header + b"\r\n\r\n", 1), *parts[1:]]
+
+
+@pytest.mark.parametrize(
+    ("parts", "connections"),
+    [
+        (with_header(good(4), b"Connection: close"), 6),
+        (with_header(SIZED, b"Connection: close"), 6),
+        ([SIZED[0].replace(b"1.1", b"1.0"), SIZED_BODY], 6),
+        ([with_header(SIZED, b"Connection: keep-alive")[0].replace(b"1.1", b"1.0"), SIZED_BODY], 2),
+        ([b"HTTP/1.0 200 OK\r\n\r\n", SIZED_BODY, CLOSE], 6),
+    ],
+)
+def test_what_the_response_says_of_the_connection_is_heeded(parts, connections):
+    with WildServer(answering(parts)) as server:
+        rows = send(server.url, "wild", 6, 2, 8, 4)
+    assert [(row["kind"], row["retried"]) for row in rows] == [("ok", False)] * 6
+    assert server.connections() == connections
+
+
+@pytest.mark.parametrize("tls", [False, True], ids=["http", "https"])
+@pytest.mark.parametrize("pause", [[], [0.3]], ids=["at once", "with others in flight"])
+def test_a_keep_alive_connection_closed_meanwhile_is_opened_again(tls, pause, request):
+    certificate = request.getfixturevalue("certificate") if tls else None
+
+    def answer(body, number):
+        return [*good(4), *([*pause, CLOSE] if number % 3 == 2 else [])]
+
+    with WildServer(answer, certificate=certificate) as server:
+        rows = send(server.url, "wild", 12, 2, 8, 4)
+    assert {row["kind"] for row in rows} == {"ok"} and len(server.seen) == 12
+    assert server.connections() > 2
+
+
+def test_opening_a_connection_does_not_hold_up_the_tokens_of_others(certificate):
+    head, *parts = with_header(good(20), b"Connection: close")
+    paced = [head, *(each for part in parts for each in (part, 0.02))]
+    with WildServer(answering(paced), certificate=certificate, handshake_s=0.25) as server:
+        target, prompts = Target(server.url, "wild"), Prompts(3, 8)
+        plan = [target.request(prompts.make(index), 20, f"r{index}") for index in range(9)]
+        result = Driver(target).hold(plan, 3)
+    requests = [Request(each, 20, "r", "measured", result["start_ns"]) for each in result["records"]]
+    assert [request.row["kind"] for request in requests] == ["ok"] * 9 and result["connects"] == 9
+    assert met_share(requests, 3) == 0
+
+
+@pytest.mark.parametrize("status", [401, 503])
+@pytest.mark.parametrize("tls", [False, True], ids=["http", "https"])
+def test_an_answer_before_a_large_request_is_sent_closes_the_connection(status, tls, request):
+    certificate = request.getfixturevalue("certificate") if tls else None
+    early = plain(status, b'{"error": {"message": "not now"}}')[0]
+    with WildServer(
+        answering(good(4)), certificate=certificate, early=lambda length: early if length > 1_000_000 else None
+    ) as server:
+        target, prompts = Target(server.url, "wild"), Prompts(3, 8)
+        large, small = (
+            target.request(prompts.make("x", index) * times, 4, f"r{index}") for index, times in enumerate((200_000, 1))
+        )
+        records = Driver(target).hold([large, small] * 3, 1)["records"]
+    outcomes = [Outcome(each, 4) for each in records]
+    assert [outcome.kind for outcome in outcomes] == [f"http_{status}", "ok"] * 3
+    assert outcomes[0].message == "not now" and server.connections() == 3
+
+
+@pytest.mark.parametrize("tls", [False, True], ids=["http", "https"])
+def test_an_answer_after_a_large_request_keeps_the_connection(tls, request):
+    certificate = request.getfixturevalue("certificate") if tls else None
+    with WildServer(answering(plain(503, b"later"), good(4)), certificate=certificate) as server:
+        rows = send(server.url, "wild", 2, 1, 400_000, 4)
+    assert [row["kind"] for row in rows] == ["http_503", "ok"] and server.connections() == 1
+
+
 @pytest.mark.slow
 def test_servers_that_close_after_each_response():
-    body = b"".join(event(text()) for _ in range(3)) + event(text("a", "length")) + b"data: [DONE]\n\n"
-    old = [b"HTTP/1.0 200 OK\r\nContent-Type: text/event-stream\r\n\r\n", body, CLOSE]
+    old = [b"HTTP/1.0 200 OK\r\nContent-Type: text/event-stream\r\n\r\n", SIZED_BODY, CLOSE]
     polite = [good(4)[0].replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"), *good(4)[1:], CLOSE]
-    sized = [b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body), body]
-    for parts in (old, polite, sized):
+    for parts in (old, polite):
         with WildServer(answering(parts)) as server:
             found = sweep(server.url, "wild", [2], **QUICK, requests_per_slot=2)
         assert set(kinds(found)) == {"ok"}, parts
-
-
-@pytest.mark.slow
-def test_a_keep_alive_connection_closed_meanwhile_is_opened_again():
-    with WildServer(lambda body, number: [*good(4), *([CLOSE] if number % 3 == 2 else [])]) as server:
-        found = sweep(server.url, "wild", [2], **QUICK, requests_per_slot=6)
-    assert set(kinds(found)) == {"ok"}
 
 
 def metrics_page(hits):
@@ -262,12 +362,8 @@ def test_ipv6():
 
 
 @pytest.mark.slow
-def test_https_keeps_the_kernel_stamps(tmp_path, monkeypatch):
-    certificate = (str(tmp_path / "cert.pem"), str(tmp_path / "key.pem"))
-    make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
-    make += ["-addext", "subjectAltName=DNS:localhost", "-out", certificate[0], "-keyout", certificate[1]]
-    if subprocess.run(make, capture_output=True).returncode:
-        pytest.skip("no openssl command")
+def test_https_keeps_the_kernel_stamps(certificate, monkeypatch):
+    monkeypatch.delenv("SSL_CERT_FILE")
     with WildServer(lambda body, number: [*good(4)[:3], 0.02, *good(4)[3:]], certificate=certificate) as server:
         for model in ("wild", ""):  # both ways to connect say what to do
             with pytest.raises(K25Error, match="not accepted .*SSL_CERT_FILE"):

@@ -1,5 +1,6 @@
 """A scripted server for the load tests: what each request gets is a list of bytes to send, and of pauses."""
 
+import itertools
 import json
 import socket
 import ssl
@@ -46,9 +47,14 @@ def good(tokens, prompt=8):
 
 
 class WildServer:
-    """`answer(body, number)` returns what to send: bytes, seconds to wait (float), or CLOSE."""
+    """`answer(body, number)` returns what to send: bytes, seconds to wait (float), or CLOSE.
 
-    def __init__(self, answer, metrics=None, certificate=None, host="127.0.0.1"):
+    `early(length)` may answer before a body of so many bytes is read; the connection is reset then.
+    `seen` has each request with a body, and the number of the `connection` it came on.
+    """
+
+    def __init__(self, answer, metrics=None, certificate=None, host="127.0.0.1", early=None, handshake_s=0.0):
+        self.early, self.handshake_s = early, handshake_s
         self.answer, self.metrics, self.seen, self.lock = answer, metrics, [], threading.Lock()
         self.listener = socket.create_server(
             (host, 0), backlog=512, family=socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -68,25 +74,30 @@ class WildServer:
         self.listener.close()
 
     def _accept(self):
-        while True:
+        for number in itertools.count():
             try:
                 sock, _ = self.listener.accept()
             except OSError:
                 return
-            threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
+            threading.Thread(target=self._serve, args=(sock, number), daemon=True).start()
 
-    def _serve(self, sock):
+    def connections(self):
+        """On how many connections the requests came."""
+        return len({seen["connection"] for seen in self.seen})
+
+    def _serve(self, sock, number):
         try:
             if self.context:
+                time.sleep(self.handshake_s)
                 sock = self.context.wrap_socket(sock, server_side=True)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with sock, sock.makefile("rb") as reader:
-                while self._one(sock, reader):
+                while self._one(sock, reader, number):
                     pass
         except (OSError, UnicodeDecodeError):  # gone, or no HTTP: a TLS handshake
             pass
 
-    def _one(self, sock, reader):
+    def _one(self, sock, reader, connection):
         first = reader.readline().decode()
         if not first:
             return False
@@ -95,6 +106,10 @@ class WildServer:
             name, _, value = line.decode().partition(": ")
             headers[name.lower()] = value
         length = int(headers.get("content-length", 0))
+        early = self.early and self.early(length)
+        if early:
+            sock.sendall(early)
+            return False
         body = json.loads(reader.read(length)) if length else None
         if body is None:
             known = {
@@ -105,7 +120,7 @@ class WildServer:
             parts = plain(404, b"") if content is None else plain(200, content.encode(), "OK")
         else:
             with self.lock:
-                self.seen.append({"path": first.split()[1], "headers": headers, "body": body})
+                self.seen.append({"path": first.split()[1], "headers": headers, "body": body, "connection": connection})
                 number = len(self.seen) - 1
             parts = self.answer(body, number)
         for part in parts:
