@@ -83,9 +83,11 @@ class External:
             time.sleep(5)
 
     def free(self):
-        """Raises Unavailable where the server holds the GPUs, and where its GPUs are not this machine's."""
+        """Raises Unavailable where the server holds the GPUs, or may (they can't be seen from here), and where there is
+        no way to them."""
         self._check_place(self.settings.python)
-        if gpus() and not self.gpus_are_free:
+        elsewhere = not is_here(self.client.url) or " " in self.settings.python.strip()  # such as "ssh host python3"
+        if not self.gpus_are_free and (elsewhere or gpus()):
             raise Unavailable(
                 f"the server at {self.client.shown_url} holds the GPUs: with --allow-restart it is stopped for this, "
                 "with --gpus-are-free it runs all the same"

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from k25lib import capture as capture_module
+from k25lib.campaign import servers
 from k25lib.campaign.runner import Runner
 from k25lib.campaign.servers import Controlled, External, Unavailable, alone, with_profiler
 from k25lib.capture import capture
@@ -209,6 +210,26 @@ def test_gpus_of_another_machine_are_not_measured_here(monkeypatch):
     with pytest.raises(Unavailable, match="is on another machine: set server.python to .*ssh"):
         elsewhere.free()
     External(Server(url="http://192.0.2.1:8000", python="ssh host python3"), gpus_are_free=True).free()
+
+
+@pytest.mark.parametrize(
+    ("url", "python", "cards", "free"),
+    [
+        ("http://192.0.2.1:8000", "ssh host python3", [], False),
+        ("http://127.0.0.1:8000", "ssh host python3", [], False),  # through a tunnel
+        ("http://127.0.0.1:8000", "/venv/bin/python", [], True),
+        ("http://127.0.0.1:8000", "", [], True),
+        ("http://127.0.0.1:8000", "/venv/bin/python", [{}], False),
+    ],
+)
+def test_gpus_that_a_server_holds_are_not_measured_unasked(monkeypatch, url, python, cards, free):
+    monkeypatch.setattr(servers, "gpus", lambda: cards)
+    server = External(Server(url=url, python=python))
+    if not free:
+        with pytest.raises(Unavailable, match=f"the server at {url} holds the GPUs: .* with --gpus-are-free it runs"):
+            server.free()
+    server.gpus_are_free = not free
+    assert server.free() is None
 
 
 def test_a_secret_that_the_run_did_not_keep_starts_nothing():
