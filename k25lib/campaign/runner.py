@@ -20,6 +20,7 @@ from k25lib.run import Run, reports_root, runs_root
 from k25lib.settings import from_tree, to_tree
 
 SERVED = ("server", "profiler")
+TRACES = ("*.trace.json*", "*.nsys-rep", "*.sqlite*")  # and SQLite's own -wal and -shm
 
 
 class Runner:
@@ -142,12 +143,13 @@ class Runner:
 
 
 def drop_traces(run):
-    """Delete the traces of a run whose breakdown is done (hundreds of MB); its tables and capture.json stay."""
+    """Delete the traces of a run whose breakdown is done (hundreds of MB); its text tables and capture.json stay."""
     if run.manifest["phases"].get("06_breakdown", {}).get("state") != "ok":
         return
     for folder in run.captures().values():
-        for trace in folder.glob("*.trace.json*"):
-            trace.unlink()
+        for pattern in TRACES:
+            for trace in folder.glob(pattern):
+                trace.unlink()
     with run.changing() as manifest:
         for record in manifest.get("captures", {}).values():
             record["dropped"] = True
