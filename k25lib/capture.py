@@ -8,12 +8,11 @@ import json
 import re
 import shlex
 import shutil
-import sqlite3
 import subprocess
 import sys
 import threading
 import time
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from isal import isal_zlib
 from k25lib.client import Client
 from k25lib.errors import K25Error, UsageError
 from k25lib.load.sweep import send
+from k25lib.trace import nsys
 
 METHOD = 2  # goes up when a number of a capture would change; 2: the unprofiled TPOT is not of the warm-up
 WRITTEN = {"torch": re.compile(r"\.(pt\.)?trace\.json(\.gz)?$"), "nsys": re.compile(r"\.nsys-rep$")}
@@ -149,7 +149,8 @@ def _whole_files(traces, before, world_size, profiler):
     while True:
         now = {path: stat for path, stat in _listing(traces, profiler).items() if before.get(path) != stat}
         found = [p for p in now if WRITTEN[profiler].search(p.name)]
-        expected = (_head(found[0]).get("world_size") or world_size) if found and profiler == "torch" else 1
+        told = max((_head(p).get("world_size", 0) for p in found), default=0) if profiler == "torch" else 1
+        expected = told or world_size
         if now and now == last and len(found) >= max(expected, 1):
             return sorted(now)
         if time.monotonic() > deadline:
@@ -190,11 +191,15 @@ def _move(files, target, world_size, say):
 
 
 def _head(path):
-    """rank, world_size and stacks of a trace, as its first 64 kB tell; what they do not tell is left out."""
+    """rank, world_size and stacks of a trace, as its first 64 kB tell; what they do not tell, or are too damaged to
+    tell, is left out."""
     with path.open("rb") as file:
         data = file.read(65536)
     if data[:2] == b"\x1f\x8b":
-        data = isal_zlib.decompressobj(wbits=31).decompress(data, 65536)
+        try:
+            data = isal_zlib.decompressobj(wbits=31).decompress(data, 65536)
+        except isal_zlib.error:
+            return {}
     found = re.search(rb'"distributedInfo":\s*\{[^{}]*', data)
     numbers = dict(re.findall(rb'"(rank|world_size)":\s*(\d+)', found[0])) if found else {}
     stacks = {"stacks": True} if re.search(rb'"with_stack":\s*1', data) else {}
@@ -234,15 +239,11 @@ def _exported(report, say):
     if done.returncode or not database.is_file():
         why = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["it said nothing"]
         return [{"file": report.name, **base, "fault": f"nsys export failed: {why[0]}"}]
+    base = {"file": database.name, **base, "bytes": database.stat().st_size}
     try:
-        with closing(sqlite3.connect(database)) as read:
-            rows = read.execute("SELECT DISTINCT deviceId FROM CUPTI_ACTIVITY_KIND_KERNEL ORDER BY 1").fetchall()
-    except sqlite3.DatabaseError as error:
-        return [{"file": database.name, **base, "fault": f"it has no kernels ({error})"}]
-    size = database.stat().st_size
-    return [{"file": database.name, **base, "bytes": size, "rank": device} for (device,) in rows] or [
-        {"file": database.name, **base, "fault": "it has no kernels"}
-    ]
+        return [{**base, "rank": rank["rank"]} for rank in nsys.peek(database)]  # counted as the breakdown counts them
+    except K25Error as error:
+        return [{**base, "fault": str(error)}]
 
 
 def _mean_tpot(rows):

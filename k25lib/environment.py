@@ -3,7 +3,6 @@
 import os
 import platform
 import re
-import shutil
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -82,9 +81,12 @@ def _gpu(nvml, index):
 
 
 def _topology():
-    if not shutil.which("nvidia-smi"):
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", "topo", "-m"], capture_output=True, text=True, errors="replace", timeout=30
+        )
+    except (OSError, subprocess.TimeoutExpired):
         return ""
-    done = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=30)
     matrix = done.stdout.split("Legend:")[0]
     return re.sub(r"\x1b\[[0-9;]*m", "", matrix).strip()
 

@@ -20,6 +20,7 @@ from k25lib.run import Run, reports_root, runs_root
 from k25lib.settings import from_tree, to_tree
 
 SERVED = ("server", "profiler")
+TRACES = ("*.trace.json*", "*.nsys-rep", "*.sqlite*")  # and SQLite's own -wal and -shm
 
 
 class Runner:
@@ -48,23 +49,28 @@ class Runner:
             if phase in chosen or phase.name not in states:
                 self._state(phase, "pending", question=_question(phase.notebook))
         self.run.update(server_error="")
-        try:
-            with _sigterm_as_exit():
+        with _signals_as_exit():
+            try:
                 for phase in chosen:
                     self._phase(phase)
                     self._report()
+            finally:
+                self._leave()
+        states = self.run.manifest["phases"]
+        return [p.name for p in chosen if states[p.name]["state"] == "failed"]
+
+    def _leave(self):
+        """The server as it was found, and the last report, whatever has happened."""
+        try:
+            self.server.close()
+        except K25Error as error:
+            self.run.update(server_error=str(error))
+            self.say(f"the server could not be left as it was found: {error}")
         finally:
-            try:
-                self.server.close()
-            except K25Error as error:
-                self.run.update(server_error=str(error))
-                self.say(f"the server could not be left as it was found: {error}")
             self._keep_server_log()
             if not self.settings.campaign.keep_captures:
                 drop_traces(self.run)
             self._report(page=True)
-        states = self.run.manifest["phases"]
-        return [p.name for p in chosen if states[p.name]["state"] == "failed"]
 
     def _phase(self, phase):
         try:
@@ -138,12 +144,13 @@ class Runner:
 
 
 def drop_traces(run):
-    """Delete the traces of a run whose breakdown is done (hundreds of MB); its tables and capture.json stay."""
+    """Delete the traces of a run whose breakdown is done (hundreds of MB); its text tables and capture.json stay."""
     if run.manifest["phases"].get("06_breakdown", {}).get("state") != "ok":
         return
     for folder in run.captures().values():
-        for trace in folder.glob("*.trace.json*"):
-            trace.unlink()
+        for pattern in TRACES:
+            for trace in folder.glob(pattern):
+                trace.unlink()
     with run.changing() as manifest:
         for record in manifest.get("captures", {}).values():
             record["dropped"] = True
@@ -177,14 +184,17 @@ def _question(notebook):
 
 
 @contextmanager
-def _sigterm_as_exit():
-    """SIGTERM becomes SystemExit, so that papermill saves the notebook and ends its kernel."""
+def _signals_as_exit():
+    """SIGTERM and SIGHUP (its terminal has gone) become SystemExit, so that papermill saves the notebook and ends its
+    kernel, and the server is put back."""
 
-    def leave(*_):
-        raise SystemExit(143)
+    def leave(number, _):
+        raise SystemExit(128 + number)
 
-    old = signal.signal(signal.SIGTERM, leave)
+    caught = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]  # as nohup does
+    old = {number: signal.signal(number, leave) for number in caught}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, old)
+        for number, handler in old.items():
+            signal.signal(number, handler)

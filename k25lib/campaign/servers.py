@@ -8,7 +8,9 @@ import fcntl
 import math
 import os
 import re
+import signal
 import sys
+import threading
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -33,8 +35,9 @@ class Unavailable(K25Error):
 
 
 def say(text):
-    """A line about the server, on stderr."""
-    print(f"  server: {text}", file=sys.stderr, flush=True)
+    """A line about the server, on stderr; a terminal that has gone is no reason to leave the server down."""
+    with suppress(OSError):
+        print(f"  server: {text}", file=sys.stderr, flush=True)
 
 
 class External:
@@ -80,9 +83,11 @@ class External:
             time.sleep(5)
 
     def free(self):
-        """Raises Unavailable where the server holds the GPUs, and where its GPUs are not this machine's."""
+        """Raises Unavailable where the server holds the GPUs, or may (they can't be seen from here), and where there is
+        no way to them."""
         self._check_place(self.settings.python)
-        if gpus() and not self.gpus_are_free:
+        elsewhere = not is_here(self.client.url) or " " in self.settings.python.strip()  # such as "ssh host python3"
+        if not self.gpus_are_free and (elsewhere or gpus()):
             raise Unavailable(
                 f"the server at {self.client.shown_url} holds the GPUs: with --allow-restart it is stopped for this, "
                 "with --gpus-are-free it runs all the same"
@@ -143,34 +148,61 @@ class Controlled(External):
         return {**told, "python": self.python} if self.python else told
 
     def free(self):
-        """Stop it; it is started again for the next phase that needs it."""
+        """Stop it, if it has not stopped; it is started again for the next phase that needs it."""
         if self.mode != "stopped":
             self.python = self.python or self.settings.python or self.control.python()
             self._check_place(self.python)
-            self.control.stop()
-            self.mode = "stopped"
+            self.mode = "stopped"  # before it is: a stop that is cut off must be made good too
+        self.control.stop()
 
     def died(self):
         """Whether its process has gone; its log says more."""
         return "" if self.mode == "stopped" or self.control.running() else "its process has gone; look at its log"
 
     def close(self):
-        """Back to the normal configuration, if it is not in that."""
+        """Back to the normal configuration, if it is not in that; signals wait for it."""
         if self.mode != "normal":
-            try:
-                self._switch("normal")
-            except BaseException:
-                say(f"not put back; by hand: {redact(self.normal.command('start'))}")
-                raise
+            with _uninterrupted():
+                try:
+                    self._switch("normal")
+                except BaseException:
+                    say(f"not put back; by hand: {redact(self.normal.command('start'))}")
+                    raise
 
     def _switch(self, mode):
         say(f"restarting in the {'profiling' if mode == 'profiling' else 'normal'} configuration")
+        self.mode = "stopped"
         self.control.stop()
-        self.mode, self.control = "stopped", self.profiling if mode == "profiling" else self.normal
+        self.control = self.profiling if mode == "profiling" else self.normal
         if not self.control.via:
             Path(self.traces).mkdir(parents=True, exist_ok=True)  # vLLM makes it only when it writes
         self.control.bring_up(self.settings.url, starts=_starts())
         self.mode = mode
+
+
+@contextmanager
+def _uninterrupted():
+    """Signals that end the process are told, and wait for the block's end; a second Ctrl-C goes through."""
+    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
+        yield
+        return
+    kept = []
+
+    def keep(number, _):
+        if number == signal.SIGINT and number in kept:
+            raise KeyboardInterrupt
+        kept.append(number)
+        with suppress(RuntimeError):  # it came amid another line
+            say(f"{signal.Signals(number).name} waits until the server is put back; Ctrl-C twice leaves it as it is")
+
+    old = {number: signal.signal(number, keep) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+    for number in kept[:1]:
+        signal.raise_signal(number)
 
 
 @contextmanager

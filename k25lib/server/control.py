@@ -249,7 +249,7 @@ class Control:
             try:
                 done = subprocess.run(
                     ["sh", "-c", command], stdin=subprocess.DEVNULL, stdout=out, stderr=err, timeout=timeout_s,
-                    env=self.environment,
+                    env=self.environment, process_group=0,  # a Ctrl-C of the terminal is not for what it runs
                 )  # fmt: skip
             except subprocess.TimeoutExpired:
                 raise K25Error(f"no end after {timeout_s:.0f} s: {redact(command)}") from None

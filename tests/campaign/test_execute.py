@@ -124,9 +124,9 @@ def test_signals_keep_the_half_and_leave_no_orphan(tmp_path, sent):
     script = f"""
         import pathlib
         from k25lib.campaign.execute import execute
-        from k25lib.campaign.runner import _sigterm_as_exit
+        from k25lib.campaign.runner import _signals_as_exit
         here = pathlib.Path({str(tmp_path)!r})
-        with _sigterm_as_exit():
+        with _signals_as_exit():
             execute(here / "02_x.ipynb", here / "out" / "02_x.ipynb", {{}}, 600, here / "log")
     """
     process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stderr=subprocess.DEVNULL)

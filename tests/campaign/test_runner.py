@@ -13,16 +13,18 @@ from k25lib.settings import Settings
 
 
 @pytest.mark.parametrize(
-    ("state", "left"), [("ok", ["capture.json"]), ("failed", ["capture.json", "r0.pt.trace.json.gz"])]
+    "traces", [["r0.pt.trace.json.gz", "r1.trace.json"], ["k25.1.nsys-rep", "k25.1.sqlite", "k25.1.sqlite-wal"]]
 )
-def test_traces_are_dropped_only_after_their_breakdown(tmp_path, state, left):
+@pytest.mark.parametrize("state", ["ok", "failed"])
+def test_traces_are_dropped_only_after_their_breakdown(tmp_path, state, traces):
     run = Run.create("x", tmp_path, phases={"06_breakdown": {"state": state}}, captures={"c1": {"ranks": [0]}})
     folder = run.path / "captures" / "c1"
     folder.mkdir(parents=True)
-    for name in ("capture.json", "r0.pt.trace.json.gz"):
+    kept = ["capture.json", "profiler_out_0.txt"]
+    for name in (*kept, *traces):
         (folder / name).write_text("{}")
     drop_traces(run)
-    assert sorted(p.name for p in folder.iterdir()) == left
+    assert sorted(p.name for p in folder.iterdir()) == sorted(kept if state == "ok" else kept + traces)
     assert run.manifest["captures"]["c1"].get("dropped", False) == (state == "ok")
 
 

@@ -2,7 +2,10 @@
 
 import gzip
 import json
+import sqlite3
+import subprocess
 import threading
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -11,6 +14,7 @@ from k25lib import capture as capture_module
 from k25lib.capture import bounds, capture
 from k25lib.client import ProfilerMissing
 from k25lib.errors import K25Error
+from k25lib.trace import nsys
 
 STEPS = ["execute_context_1(8)_generation_0(0)", *["execute_context_0(0)_generation_1(1)"] * 3]
 
@@ -126,6 +130,41 @@ def test_a_truncated_file_is_told_and_counts_as_missing(server, tmp_path):
     record, _ = take(server, tmp_path)
     assert record["files"][1]["fault"] == "its compressed data ends early"
     assert record["missing_ranks"] == [1]
+
+
+def test_a_damaged_gzip_is_told_and_the_other_ranks_are_kept(server, tmp_path):
+    for at in (2, 10):  # in its header, and where its data begins
+        whole = trace(0)
+        damaged = whole[:at] + b"\xff\xff" + whole[at + 2 :]
+        server.writes = [{}, {"rank0.pt.trace.json.gz": damaged, "rank1.pt.trace.json.gz": trace(1)}]
+        record, _ = take(server, tmp_path)
+        assert record["files"][0]["fault"].startswith("its compressed data is damaged (")
+        assert (record["ranks"], record["missing_ranks"], record["world_size"]) == ([1], [0], 2)
+        assert list(server.folder.iterdir()) == []
+        (tmp_path / "run" / "c1").rename(tmp_path / "run" / f"damaged-{at}")
+
+
+def test_an_nsys_export_has_the_ranks_of_its_breakdown(tmp_path, monkeypatch):
+    report, database = tmp_path / "k25.1.nsys-rep", tmp_path / "k25.1.sqlite"
+    report.write_text("a report")
+    monkeypatch.setattr(capture_module.shutil, "which", lambda _: "/bin/nsys")
+    done = subprocess.CompletedProcess([], 0, "", "")
+    monkeypatch.setattr(capture_module.subprocess, "run", lambda *_, **__: done)
+    columns = "start, end, deviceId, streamId, correlationId, globalPid, shortName"
+    with closing(sqlite3.connect(database)) as into, into:
+        into.execute("CREATE TABLE StringIds (id INTEGER, value TEXT)")
+        into.execute(f"CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL ({columns})")
+    fault = f"{database} has no GPU kernels (0 rows in CUPTI_ACTIVITY_KIND_KERNEL): was anything running?"
+    files = capture_module._exported(report, print)
+    assert [(f["file"], f["rank"], f["fault"]) for f in files] == [(database.name, None, fault)]
+    rows = [(n, n + 1, 0, 7, n, process << 24, 1) for process in (1, 2) for n in range(4)]  # both call their GPU 0
+    with closing(sqlite3.connect(database)) as into, into:
+        into.executemany("INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
+    files = capture_module._exported(report, print)
+    assert [(f["file"], f["rank"], f["fault"]) for f in files] == [(database.name, rank, "") for rank in (0, 1)]
+    assert [f["rank"] for f in files] == [known["rank"] for known in nsys.peek(database)]
+    database.write_text("no database")
+    assert "cannot be read as an nsys export" in capture_module._exported(report, print)[0]["fault"]
 
 
 def test_json_that_does_not_close_is_told(server, tmp_path):

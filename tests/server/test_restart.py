@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from functools import partial
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from k25lib import capture as capture_module
+from k25lib.campaign import servers
+from k25lib.campaign.runner import Runner
 from k25lib.campaign.servers import Controlled, External, Unavailable, alone, with_profiler
 from k25lib.capture import capture
 from k25lib.client import Client, ProfilerMissing
@@ -19,7 +22,7 @@ from k25lib.server import control as control_module
 from k25lib.server import process
 from k25lib.server.control import Control
 from k25lib.server.watch import wait_until_ready
-from k25lib.settings import Server
+from k25lib.settings import Server, Settings
 
 
 @pytest.fixture
@@ -102,6 +105,69 @@ def test_a_server_that_can_not_be_put_back_is_told(running, monkeypatch, capsys)
     assert f"not put back; by hand: cd . && {{ nohup setsid {control['command']}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("act", [lambda server: server.free(), lambda server: server.up(profiler=True)])
+def test_a_stop_that_takes_too_long_is_made_good(running, monkeypatch, act):
+    settings, control = running
+    stop = control_module.presets()["process"]["stop"]
+    server = Controlled(settings, {**control, "stop": f"test -e asked || {{ touch asked; exit; }}; {stop}"})
+    first = process.find(process.port_of(settings.url))["pid"]
+    with monkeypatch.context() as short, pytest.raises(K25Error, match="was told to stop, and still runs after 0 s"):
+        short.setattr(control_module, "STOP_LIMIT_S", 0.0)
+        act(server)
+    server.close()
+    assert (server.mode, Client(settings.url).ready()) == ("normal", "tiny-kimi-k2.5")
+    assert process.find(process.port_of(settings.url))["pid"] != first and "--profiler-config" not in argv(settings)
+
+
+def test_a_server_that_did_not_stop_in_time_is_not_taken_for_stopped(running, monkeypatch):
+    settings, control = running
+    stop = control_module.presets()["process"]["stop"]
+    server = Controlled(settings, {**control, "stop": f"test -e asked || {{ touch asked; exit; }}; {stop}"})
+    with monkeypatch.context() as short, pytest.raises(K25Error, match="still runs"):
+        short.setattr(control_module, "STOP_LIMIT_S", 0.0)
+        server.free()
+    server.free()
+    assert process.find(process.port_of(settings.url)) is None
+
+
+@pytest.mark.parametrize(
+    ("number", "ends"),
+    [(signal.SIGTERM, SystemExit(143)), (signal.SIGHUP, SystemExit(129)), (signal.SIGINT, KeyboardInterrupt())],
+)
+def test_a_signal_waits_until_the_server_is_put_back(running, places, monkeypatch, capsys, number, ends):
+    settings, control = running
+    server = Controlled(settings, control)
+    server.free()
+    start = server.normal.bring_up
+    monkeypatch.setattr(server.normal, "bring_up", lambda *a, **k: (signal.raise_signal(number), start(*a, **k)))
+    run = Run.create("x", settings={}, title="x", phases={})
+    with pytest.raises(type(ends)) as caught:
+        Runner(run, [], Settings(), server, say=str).go()
+    assert (caught.value.args, Client(settings.url).ready()) == (ends.args, "tiny-kimi-k2.5")
+    assert (run.report_dir / "index.html").is_file() and run.manifest["server_error"] == ""
+    assert f"{signal.Signals(number).name} waits until the server is put back" in capsys.readouterr().err
+
+
+def test_a_second_ctrl_c_leaves_the_server_and_says_how_it_is_started(running, places, monkeypatch, capsys):
+    settings, control = running
+    server = Controlled(settings, control)
+    server.free()
+
+    def twice(*_, **__):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(server.normal, "bring_up", twice)
+    with pytest.raises(KeyboardInterrupt):
+        Runner(Run.create("x", settings={}, title="x", phases={}), [], Settings(), server, say=str).go()
+    assert f"not put back; by hand: cd . && {{ nohup setsid {control['command']}" in capsys.readouterr().err
+
+
+def test_what_a_control_runs_hears_no_ctrl_c_of_the_terminal():
+    told = Control({"command": "x", "log": "l"}).run(["sh", "-c", "cut -d' ' -f5 /proc/$$/stat"]).stdout
+    assert int(told) != os.getpgrp()
+
+
 def test_the_deep_dive(running, tmp_path, monkeypatch):
     settings, control = running
     nsys = tmp_path / "bin" / "nsys"
@@ -144,6 +210,26 @@ def test_gpus_of_another_machine_are_not_measured_here(monkeypatch):
     with pytest.raises(Unavailable, match="is on another machine: set server.python to .*ssh"):
         elsewhere.free()
     External(Server(url="http://192.0.2.1:8000", python="ssh host python3"), gpus_are_free=True).free()
+
+
+@pytest.mark.parametrize(
+    ("url", "python", "cards", "free"),
+    [
+        ("http://192.0.2.1:8000", "ssh host python3", [], False),
+        ("http://127.0.0.1:8000", "ssh host python3", [], False),  # through a tunnel
+        ("http://127.0.0.1:8000", "/venv/bin/python", [], True),
+        ("http://127.0.0.1:8000", "", [], True),
+        ("http://127.0.0.1:8000", "/venv/bin/python", [{}], False),
+    ],
+)
+def test_gpus_that_a_server_holds_are_not_measured_unasked(monkeypatch, url, python, cards, free):
+    monkeypatch.setattr(servers, "gpus", lambda: cards)
+    server = External(Server(url=url, python=python))
+    if not free:
+        with pytest.raises(Unavailable, match=f"the server at {url} holds the GPUs: .* with --gpus-are-free it runs"):
+            server.free()
+    server.gpus_are_free = not free
+    assert server.free() is None
 
 
 def test_a_secret_that_the_run_did_not_keep_starts_nothing():
