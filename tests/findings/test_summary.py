@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from k25lib.findings.campaigns import references
+from k25lib.findings.facts import gather
 from k25lib.findings.summary import summarise
 from k25lib.model import load_model
 from k25lib.run import Run
@@ -178,6 +179,25 @@ def test_a_cpu_run_is_labelled(make_run):
     assert found["whatif"] == []
     assert any("DRAM efficiency: not computed for a CPU" in text for text in found["missing"])
     assert found["closure"][0]["part"] == "GEMMs"  # no bound on a CPU
+
+
+def test_prices_are_of_collectives_over_as_many_ranks_as_the_server_has(make_run):
+    def facts_of(*worlds):
+        rows = [row | {"world": w, "time_us_median": row["time_us_median"] * w} for w in worlds for row in COLLECTIVES]
+        tables = {"levels": LEVELS, "steps": STEPS, "breakdown": BREAKDOWN, "collectives": rows}
+        return gather(make_run(tables, **GPU))
+
+    both, other = facts_of(8, 2), facts_of(8)
+    assert (both.burst.us, both.alltoall.us) == (14.0, 12.0)
+    assert both.link_us == pytest.approx(14336 * 800 / 2**26)
+    assert both.burst.source == "burst, nccl graph, 122 calls, 2 ranks"
+    assert {way: [price.us for price in prices] for way, prices in both.allreduces.items()} == {
+        "nccl graph": [14.0], "custom graph": [8.0]
+    }  # fmt: skip
+    assert not any("prices of collectives" in text for text in both.missing)
+    assert (other.burst, other.alltoall, other.link_us, other.allreduces) == (None, None, None, {})
+    said = "prices of collectives: measured over 8 ranks, the server's tensor parallel is 2"
+    assert said in other.missing
 
 
 def test_changes_are_against_the_newest_comparable_run(make_run):
