@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -56,7 +57,7 @@ COLLECTIVES = [
 @pytest.fixture
 def make_run(tmp_path):
     def _make(tables, **manifest):
-        run = Run.create("test", tmp_path / "runs", **manifest)
+        run = Run.create(manifest.pop("name", "test"), tmp_path / "runs", **manifest)
         for name, rows in tables.items():
             run.save(name, rows)
         return run
@@ -251,6 +252,36 @@ def test_history_of_comparable_runs(make_run):
     steps = [row for row in found["steps_by_run"] if row["step"] == run.path.name]
     assert {row["category"]: row["ms"] for row in steps} == {**CATEGORIES, "idle": pytest.approx(8.7 - 7.41)}
     assert len({row["step"] for row in found["steps_by_run"]}) == 4
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"environment": GPU["environment"] | {"flags": {"hf_overrides": OVERRIDES, "enforce_eager": True}}},
+        {"environment": GPU["environment"] | {"vllm_version": "0.33"}},
+        {"name": "another campaign"},
+    ],
+)
+def test_the_band_is_of_the_newest_earlier_configuration_alone(make_run, change):
+    def band():
+        run = make_run({"levels": [LEVELS[0]]}, **(GPU | {"created": "2026-02-01"}))
+        found = summarise(run)["history_of"]["band"]
+        shutil.rmtree(run.path)
+        return found
+
+    def add(day, tpot_ms, **manifest):
+        make_run({"levels": [LEVELS[0] | {"tpot_ms_mean": tpot_ms}]}, **(GPU | manifest), created=f"2026-01-0{day}")
+
+    add(1, 10.0)
+    add(2, 10.02)
+    add(3, 20.0, **change)
+    add(4, 20.02, **change)
+    assert band() is None  # two restarts of a configuration are too few, whatever else was run
+    add(5, 19.98, **change)
+    half = 4.303 * 0.02 * (4 / 3) ** 0.5  # Student's t of two degrees of freedom
+    assert band() == pytest.approx([20 - half, 20 + half], abs=0.001)
+    add(6, 9.98)
+    assert band() == pytest.approx([10 - half, 10 + half], abs=0.001)
 
 
 def test_a_damaged_neighbour_does_not_stop_the_findings(make_run):
