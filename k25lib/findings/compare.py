@@ -208,7 +208,7 @@ def compare_runs(before, after, history=()):
     sides = [[measurements(run) for run in runs] for runs in (before, after)]
     own = {run.path for run in (*before, *after)}
     like = [run for run in history if run.path not in own and not obstacles(identities[0], identity(run))]
-    groups = [*sides, *_grouped(like)]
+    groups = [*sides, *([measurements(run) for run in group] for group in restarts(like))]
     metrics = [m for m in sides[0][0] if all(m in values for side in sides for values in side)] if not reasons else []
     headlines = metrics[:2]
     rows = []
@@ -266,8 +266,8 @@ def worse_beyond(rows, fraction):
     return [row for row in rows if row["headline"] and row["verdict"] == "worse" and size(row) > fraction]
 
 
-def _grouped(runs):
-    """Measurements of runs that are restarts of one configuration, as groups: same name, identity, engine and flags."""
+def restarts(runs):
+    """The runs that are restarts of one configuration, as groups in order: same name, identity, engine and flags."""
     groups = {}
     for run in runs:
         environment = run.manifest.get("environment") or {}
@@ -275,7 +275,7 @@ def _grouped(runs):
             k: v for k, v in (environment.get("flags") or {}).items() if k not in ("port", "host", "profiler_config")
         }
         key = repr((run.manifest.get("name"), identity(run), environment.get("vllm_version"), sorted(flags.items())))
-        groups.setdefault(key, []).append(measurements(run))
+        groups.setdefault(key, []).append(run)
     return list(groups.values())
 
 

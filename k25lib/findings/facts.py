@@ -26,8 +26,9 @@ class Price:
         """The price of a row of the table `collectives`."""
         us, half = float(row["time_us_median"]), (number(row.get("time_us_iqr")) or 0.0) / 2
         low, high = (number(row.get(f"time_us_{end}")) or us for end in ("min", "max"))
-        calls = f", {row['calls']:g} calls" if number(row.get("calls")) else ""
-        return cls(us, min(low, us - half), max(high, us + half), f"{row.get('purpose', 'burst')}, {way(row)}{calls}")
+        counts = ((number(row.get(column)), word) for column, word in (("calls", "calls"), ("world", "ranks")))
+        told = "".join(f", {count:g} {word}" for count, word in counts if count)
+        return cls(us, min(low, us - half), max(high, us + half), f"{row.get('purpose', 'burst')}, {way(row)}{told}")
 
 
 def way(row):
@@ -77,7 +78,7 @@ def gather(run):
     _load(facts, run, manifest)
     gather_trace(facts, run, manifest)
     _model(facts, run, manifest)
-    _micro(facts, run)
+    _micro(facts, run, manifest)
     _device(facts, run, manifest)
     return facts
 
@@ -187,7 +188,7 @@ def _model(facts, run, manifest):
         facts.missing.append(f"the bandwidth bound: {error}")
 
 
-def _micro(facts, run):
+def _micro(facts, run, manifest):
     gemm, collectives = run.table("gemm"), run.table("collectives")
     if {"status", "m", "calls_per_step", "time_us_median"} <= set(gemm) and facts.shape:
         rows = gemm[(gemm["status"] == "ok") & (gemm["m"] == facts.shape.batch)]
@@ -201,6 +202,9 @@ def _micro(facts, run):
         return
     if "comparable" in collectives:
         collectives = collectives[collectives["comparable"] == True]  # noqa: E712 (a column of bool or None)
+    collectives = _of_ranks(facts, collectives, (manifest.get("server") or {}).get("tp"))
+    if collectives is None:
+        return
     size = next((c["bytes"] for c in facts.shape.collectives if c["op"] == "allreduce"), None)
     rows = collectives[(collectives["status"] == "ok") & (collectives["bytes"] == size)]
     if rows.empty:
@@ -218,6 +222,19 @@ def _micro(facts, run):
         facts.burst = facts.burst or next(bursts, None)
     alltoall = [Price.of(row) for row in rows[rows["op"] == "alltoall"].to_dict("records")]
     facts.alltoall = min(alltoall, key=lambda price: price.us, default=None)
+
+
+def _of_ranks(facts, collectives, tp):
+    """The collectives over as many ranks as the server's tensor parallelism has (all, where either is unknown); None,
+    and why, where there are only others."""
+    if not tp or "world" not in collectives or collectives.empty:
+        return collectives
+    rows = collectives[collectives["world"].isna() | (collectives["world"] == tp)]
+    if not rows.empty:
+        return rows
+    measured = " and ".join(f"{world:g}" for world in sorted(collectives["world"].unique()))
+    facts.missing.append(f"prices of collectives: measured over {measured} ranks, the server's tensor parallel is {tp}")
+    return None
 
 
 def _device(facts, run, manifest):

@@ -16,7 +16,8 @@ def history(run, runs):
     """The run's first metric over comparable runs, oldest first, and what a figure of it needs.
 
     (rows {"run", "value", "low", "high", "changed"}, {"title", "unit", "band"}). low and high: within the run, where
-    the load gave them. band: where a further restart of the earlier runs' configuration would lie 19 times in 20.
+    the load gave them. band: where a further restart of the newest earlier run's configuration would lie 19 times
+    in 20, by the restarts of it that there were.
     """
     alike = _until(run, runs)
     metric = next(iter(compare.measurements(run)), None)
@@ -33,7 +34,10 @@ def history(run, runs):
         before = other
     if not rows:
         return [], {}
-    earlier = np.log([row["value"] for row in rows if row["run"] != run.path.name])
+    values = {row["run"]: row["value"] for row in rows}
+    earlier = [other for other in alike if other.path.name in values and other.path != run.path]
+    same = next((group for group in compare.restarts(earlier) if earlier[-1] in group), [])
+    earlier = np.log([values[other.path.name] for other in same])
     band = None
     if len(earlier) > 2:
         half = stats.t.ppf(0.975, len(earlier) - 1) * earlier.std(ddof=1) * (1 + 1 / len(earlier)) ** 0.5

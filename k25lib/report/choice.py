@@ -14,18 +14,29 @@ from k25lib.run import Run
 
 
 class Choice:
-    """A run and one of its captures (empty: all), by the notebook's parameters; what is shown follows the pickers."""
+    """A run and one of its captures (empty: all), by the notebook's parameters; what is shown follows the pickers.
+
+    Traces that a path names belong to no run: where none is named, they get a new interactive one.
+    """
 
     def __init__(self, run="", capture=""):
         self.is_named = bool(run)
         self.run, self.capture = Run.open_or_new(run, reading=True), capture
         self._shown = []
+        if capture and not run and capture not in self.run.captures() and Path(capture).exists():
+            self.run = Run.create("interactive", kind="interactive")
 
     def traces(self):
         """Where the traces of the chosen captures are: {capture: path}; a path may stand for a capture."""
         known = self.run.captures()
         if self.capture and self.capture not in known:
-            path = Path(self.capture)
+            path = Path(self.capture).resolve()
+            own = known.get(path.name)
+            if path.name in {*known, *(self.run.manifest.get("captures") or {})} and path != (own and own.resolve()):
+                raise UsageError(
+                    f"{self.run.path.name} has a capture {path.name} of its own, which {path} would replace: "
+                    "leave run empty for a new run, or rename the folder"
+                )
             known, self.capture = {path.name: path}, path.name
         found = {name: path for name, path in known.items() if self.capture in ("", name)}
         if not found:

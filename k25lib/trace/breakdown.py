@@ -43,7 +43,7 @@ def breakdown(paths, group="fine", categories=None, expected=None, session=None)
         else:
             losses += known.get("losses", [])
             result["meta"]["world_size"] = result["meta"]["world_size"] or known["world_size"]
-            measured.append(result | {"rank": known["rank"], "rank_from": known["rank_from"]})
+            measured.append(result | {key: known.get(key) for key in ("rank", "rank_from", "place")})
     if not measured:
         if tables:
             rules = Categories(categories)
@@ -134,6 +134,11 @@ def _result(measured, groups, chosen, losses, tables):
             "missing_ranks": missing,
             "clashes": clashes,
             "parallel": _parallel(measured),
+            "devices": [
+                {"rank": m["rank"], "device": m["meta"]["device"], "pid": m["meta"]["pid"]}
+                for m in measured
+                if "device" in m["meta"]
+            ],
             "sessions": [
                 {"session": i, "files": [p["path"] for p in g], "ranks": [p["rank"] for p in g], "used": g is chosen}
                 for i, g in enumerate(groups)
@@ -167,10 +172,8 @@ def _result(measured, groups, chosen, losses, tables):
 def _parallel(measured):
     """Sizes of data, pipeline and tensor parallelism as file and process names tell them, and whether experts are
     (`ep`): only the process's name can tell that."""
-    told = [(ranks.fields(Path(m["path"]).name) or ranks.fields(m["meta"]["process"] or "")) for m in measured]
+    told = [ranks.place(m) or ranks.fields(m["meta"]["process"] or "") for m in measured]
     sizes = {k: 1 + max(t.get(k, 0) for t in told) for k in ("dp", "pp", "tp")}
-    if all(m["rank_from"] == "deviceId" for m in measured):  # nsys tells of GPUs alone
-        sizes["tp"] = len(measured)
     return sizes | {"ep": any("_EP" in (m["meta"]["process"] or "") for m in measured)}
 
 

@@ -27,7 +27,8 @@ UNUSED = (  # documented, and nothing that a breakdown wants
     "maxActiveClusters qmdBulkReleaseUs graphId graphExecId pid"
 )
 THREAD_BITS = 24  # globalTid is a globalPid with the thread's number in its lowest bits
-SMALL = 0.01  # another process with less of a GPU's kernels than this is no rank
+PID = (1 << THREAD_BITS) - 1  # above the thread's, as many bits are the process's number
+SMALL = 0.25  # ranks of one model have about as many kernels each: what has less than this of the most is no rank
 CHUNK_ROWS = 1 << 15
 
 
@@ -76,9 +77,12 @@ def _check(path, tables):
 
 
 def peek(path):
-    """What a file holds: a dict for each GPU with path, rank, rank_from, world_size, process, start_ns, device, losses.
+    """What a file holds: a dict for each GPU with path, rank, rank_from, world_size, process, start_ns, device, place,
+    losses.
 
-    `device` is what `read` wants: (deviceId, globalPid or None). Raises K25Error if it is no nsys export with kernels.
+    `device` is what `read` wants: (deviceId, globalPid or None). Ranks are numbered from 0 in the order of the devices,
+    of each process in turn where processes share numbers; `place` is {"dp", "tp"} as devices and processes tell it.
+    Raises K25Error if it is no nsys export with kernels.
     """
     with _opened(path) as (connection, tables):
         _check(path, tables)
@@ -87,13 +91,14 @@ def peek(path):
         losses = list(_file_losses(path, tables))
     if not counts:
         raise K25Error(f"{path} has no GPU kernels (0 rows in {KERNELS}): was anything running?")
-    most = {device: max(n for (d, _), n in counts.items() if d == device) for device, _ in counts}
-    small = {key: n for key, n in counts.items() if n < SMALL * most[key[0]]}
+    small = {key: n for key, n in counts.items() if n < SMALL * max(counts.values())}
     if small:
-        detail = "kernels of other processes on these GPUs, too few for a rank: in no figure"
+        detail = f"kernels of {len(small)} processes or GPUs with too few for a rank: in no figure"
         losses.append(loss(path, "other process", sum(small.values()), detail))
-    found = sorted((key for key in counts if key not in small), key=str)
+    found = [key for key in counts if key not in small]
     alone = len({device for device, _ in found}) == len(found)  # else each process counts its GPUs from 0
+    found.sort(key=lambda key: key[0] if alone else (key[1] or 0, key[0]))
+    tp = _tensor_parallel(found)
     known = {
         "path": str(path),
         "rank_from": "deviceId",
@@ -102,9 +107,19 @@ def peek(path):
         "start_ns": start_ns,
     }
     return [
-        known | {"rank": key[0] if alone else i, "device": key, "losses": [] if i else losses}
+        known | {"rank": i, "device": key, "place": {"dp": i // tp, "tp": i % tp}, "losses": [] if i else losses}
         for i, key in enumerate(found)
     ]
+
+
+def _tensor_parallel(found):
+    """Ranks of one replica among (device, process): the devices of a process where it has several, those that every
+    replica has where their numbers come again, else all."""
+    processes, devices = ({key[i] for key in found} for i in (1, 0))
+    for size in (len(found) // len(processes), len(devices)):
+        if 1 < size < len(found) and len(found) % size == 0:
+            return size
+    return len(found)
 
 
 def _gpus(connection, pid):
@@ -173,6 +188,7 @@ def read(path, device, launches=False):
             if table in tables:
                 reader.events(table, kind, label)
         trace.meta = {"rank": None, "world_size": None, "base_ns": _epoch_ns(connection, tables), "process": None}
+        trace.meta |= {"device": device[0], "pid": device[1] and device[1] >> THREAD_BITS & PID}
         trace.meta |= {"events": len(reader.start), "slow_windows": 0}
         first_ns = reader.finish()
         trace.cpu_marks = [(name, s - first_ns, e - first_ns) for name, s, e in reader.ranges()]

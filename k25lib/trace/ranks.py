@@ -17,6 +17,11 @@ def fields(text):
     return {name.lower(): int(number) for name, number in re.findall(_FIELD, text)}
 
 
+def place(m):
+    """The dp, pp, tp numbers of one rank's file: as its peek knows them (`place`), else those in the file's name."""
+    return m.get("place") or fields(Path(m["path"]).name)
+
+
 def identify(peeks):
     """Set `rank` and `rank_from` of every peek (dicts with path, rank, process): distributedInfo, else the name's
     dp/pp/tp fields, else those of the process's name, else `rankN` in the name, else the order of the files."""
@@ -122,7 +127,7 @@ def _match(calls, measured):
     everyone = list(range(len(calls)))
     groups = [everyone]
     if not _overlap(calls, everyone):  # perhaps one group for each data-parallel replica, or pipeline stage
-        places = [tuple(fields(Path(m["path"]).name).get(k, 0) for k in ("dp", "pp")) for m in measured]
+        places = [tuple(place(m).get(k, 0) for k in ("dp", "pp")) for m in measured]
         split = [[i for i in everyone if places[i] == place] for place in sorted(set(places))]
         if len(split) > 1 and all(_overlap(calls, group) for group in split if len(group) > 1):
             groups = split

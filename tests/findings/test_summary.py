@@ -2,11 +2,13 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
 
 from k25lib.findings.campaigns import references
+from k25lib.findings.facts import gather
 from k25lib.findings.summary import summarise
 from k25lib.model import load_model
 from k25lib.run import Run
@@ -55,7 +57,7 @@ COLLECTIVES = [
 @pytest.fixture
 def make_run(tmp_path):
     def _make(tables, **manifest):
-        run = Run.create("test", tmp_path / "runs", **manifest)
+        run = Run.create(manifest.pop("name", "test"), tmp_path / "runs", **manifest)
         for name, rows in tables.items():
             run.save(name, rows)
         return run
@@ -180,6 +182,25 @@ def test_a_cpu_run_is_labelled(make_run):
     assert found["closure"][0]["part"] == "GEMMs"  # no bound on a CPU
 
 
+def test_prices_are_of_collectives_over_as_many_ranks_as_the_server_has(make_run):
+    def facts_of(*worlds):
+        rows = [row | {"world": w, "time_us_median": row["time_us_median"] * w} for w in worlds for row in COLLECTIVES]
+        tables = {"levels": LEVELS, "steps": STEPS, "breakdown": BREAKDOWN, "collectives": rows}
+        return gather(make_run(tables, **GPU))
+
+    both, other = facts_of(8, 2), facts_of(8)
+    assert (both.burst.us, both.alltoall.us) == (14.0, 12.0)
+    assert both.link_us == pytest.approx(14336 * 800 / 2**26)
+    assert both.burst.source == "burst, nccl graph, 122 calls, 2 ranks"
+    assert {way: [price.us for price in prices] for way, prices in both.allreduces.items()} == {
+        "nccl graph": [14.0], "custom graph": [8.0]
+    }  # fmt: skip
+    assert not any("prices of collectives" in text for text in both.missing)
+    assert (other.burst, other.alltoall, other.link_us, other.allreduces) == (None, None, None, {})
+    said = "prices of collectives: measured over 8 ranks, the server's tensor parallel is 2"
+    assert said in other.missing
+
+
 def test_changes_are_against_the_newest_comparable_run(make_run):
     first = make_run({"levels": LEVELS}, **GPU, created="2026-01-01T00:00:00+00:00")
     make_run({"levels": LEVELS}, **(GPU | {"environment": {"gpus": [{"name": "NVIDIA L40S"}]}}), created="2026-01-02")
@@ -231,6 +252,36 @@ def test_history_of_comparable_runs(make_run):
     steps = [row for row in found["steps_by_run"] if row["step"] == run.path.name]
     assert {row["category"]: row["ms"] for row in steps} == {**CATEGORIES, "idle": pytest.approx(8.7 - 7.41)}
     assert len({row["step"] for row in found["steps_by_run"]}) == 4
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"environment": GPU["environment"] | {"flags": {"hf_overrides": OVERRIDES, "enforce_eager": True}}},
+        {"environment": GPU["environment"] | {"vllm_version": "0.33"}},
+        {"name": "another campaign"},
+    ],
+)
+def test_the_band_is_of_the_newest_earlier_configuration_alone(make_run, change):
+    def band():
+        run = make_run({"levels": [LEVELS[0]]}, **(GPU | {"created": "2026-02-01"}))
+        found = summarise(run)["history_of"]["band"]
+        shutil.rmtree(run.path)
+        return found
+
+    def add(day, tpot_ms, **manifest):
+        make_run({"levels": [LEVELS[0] | {"tpot_ms_mean": tpot_ms}]}, **(GPU | manifest), created=f"2026-01-0{day}")
+
+    add(1, 10.0)
+    add(2, 10.02)
+    add(3, 20.0, **change)
+    add(4, 20.02, **change)
+    assert band() is None  # two restarts of a configuration are too few, whatever else was run
+    add(5, 19.98, **change)
+    half = 4.303 * 0.02 * (4 / 3) ** 0.5  # Student's t of two degrees of freedom
+    assert band() == pytest.approx([20 - half, 20 + half], abs=0.001)
+    add(6, 9.98)
+    assert band() == pytest.approx([10 - half, 10 + half], abs=0.001)
 
 
 def test_a_damaged_neighbour_does_not_stop_the_findings(make_run):

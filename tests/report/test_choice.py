@@ -32,6 +32,28 @@ def test_a_path_stands_for_a_capture_of_its_name(run, tmp_path):
     assert chosen.capture == "elsewhere"
 
 
+def test_a_path_and_no_run_is_a_run_of_its_own(run, tmp_path):
+    foreign = tmp_path / "other-run" / "captures" / "c1"
+    foreign.mkdir(parents=True)
+    run.update(server={"tp": 8, "config": "config.json"})
+    chosen = Choice("", str(foreign))
+    assert chosen.run.path != run.path
+    assert (chosen.run.manifest["kind"], chosen.run.manifest.get("server")) == ("interactive", None)
+    assert chosen.traces() == {"c1": foreign}
+    assert Choice("", str(foreign)).run.path != chosen.run.path  # nor does it replace another path's
+    assert len(Run.all()) == 3
+
+
+def test_a_path_that_would_replace_a_capture_of_the_run_is_refused(run, tmp_path):
+    with pytest.raises(UsageError, match="has a capture c1 of its own, .*leave run empty"):
+        Choice(str(run.path), str(tmp_path / "elsewhere" / "c1")).traces()
+    run.update(captures={"gone": {"concurrency": 1}})
+    with pytest.raises(UsageError, match="has a capture gone of its own"):
+        Choice(str(run.path), str(tmp_path / "gone")).traces()
+    own = run.path / "captures" / "c1"
+    assert Choice(str(run.path), str(own)).traces() == {"c1": own}
+
+
 def test_no_name_is_the_newest_run_and_no_capture_says_what_to_do(run):
     newest = Run.create("newer")
     assert Choice().run.path == newest.path

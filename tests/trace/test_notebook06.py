@@ -67,6 +67,17 @@ def test_cpu_operators_by_path(run, cpu):
     assert set(run.table("kernels")["name"].str.split("::").str[0]) == {"aten", "vllm", "_C"}
 
 
+def test_a_path_and_no_run_leaves_the_newest_run_as_it_was(run, cpu, tmp_path):
+    run.save("steps", [{"capture": "c1", "rank": 0}])
+    shutil.copytree(cpu, tmp_path / "other" / "c1")
+    names = execute(capture=str(tmp_path / "other" / "c1"))
+    assert run.tables() == ["steps"]
+    assert run.table("steps").to_dict("records") == [{"capture": "c1", "rank": 0}]
+    made = names["chosen"].run
+    assert set(made.table("steps")["capture"]) == {"c1"}
+    assert made.table("census")["expected"].isna().all()  # not by the newest run's config.json and tp
+
+
 def test_text_tables_only(run, c64, tmp_path):
     folder = tmp_path / "tables"
     folder.mkdir()

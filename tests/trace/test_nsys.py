@@ -152,6 +152,45 @@ def test_a_few_kernels_of_another_process_are_no_rank(pair, tmp_path):
     assert losses(result) == {"other process": 1}
 
 
+def placed(pair, tmp_path, *places):
+    """The file with its two GPUs' kernels again at each pair of (device, process)."""
+    table = "CUPTI_ACTIVITY_KIND_KERNEL"
+    columns = [row[1] for row in sqlite3.connect(pair[1]).execute(f'PRAGMA table_info("{table}")')]
+    statements = [f"CREATE TEMP TABLE two AS SELECT * FROM {table}", f"DELETE FROM {table}"]
+    for source, (device, process) in enumerate(places):
+        new = {"deviceId": str(device), "globalPid": str(process << 24)}
+        values = ", ".join(new.get(name, f'"{name}"') for name in columns)
+        statements.append(f"INSERT INTO {table} SELECT {values} FROM two WHERE globalPid = {(4711 + source % 2) << 24}")
+    return breakdown([changed(pair, tmp_path, *statements)])["capture"]
+
+
+@pytest.mark.parametrize(
+    ("places", "devices", "tp", "dp"),
+    [
+        (((4, 11), (5, 12)), [(4, 11), (5, 12)], 2, 1),  # the server had GPUs 4 and 5
+        (((10, 11), (2, 12)), [(2, 12), (10, 11)], 2, 1),
+        (((0, 12), (1, 12), (0, 9), (1, 9)), [(0, 9), (1, 9), (0, 12), (1, 12)], 2, 2),  # a process a replica
+        (((2, 9), (3, 9), (0, 12), (1, 12)), [(0, 12), (1, 12), (2, 9), (3, 9)], 2, 2),
+        (((0, 11), (1, 12), (0, 13), (1, 14)), [(0, 11), (1, 12), (0, 13), (1, 14)], 2, 2),  # a process a GPU
+    ],
+)
+def test_ranks_are_numbered_over_processes_and_devices(pair, tmp_path, places, devices, tp, dp):
+    capture = placed(pair, tmp_path, *places)
+    assert capture["ranks"] == list(range(len(places)))
+    assert (capture["world_size"], capture["missing_ranks"], capture["clashes"]) == (len(places), [], [])
+    assert [(row["device"], row["pid"]) for row in capture["devices"]] == devices
+    assert [row["rank"] for row in capture["devices"]] == capture["ranks"]
+    assert (capture["parallel"]["tp"], capture["parallel"]["dp"]) == (tp, dp)
+
+
+def test_a_helper_process_with_a_twentieth_of_the_kernels_is_no_rank(pair, tmp_path):
+    helper = "UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET globalPid = 1 WHERE deviceId = 0 AND rowid % 20 = 3"
+    result = breakdown([changed(pair, tmp_path, helper)])
+    assert (result["capture"]["ranks"], result["capture"]["world_size"]) == ([0, 1], 2)
+    assert result["capture"]["parallel"]["tp"] == 2
+    assert losses(result)["other process"] > 5
+
+
 @pytest.mark.parametrize(
     ("statement", "kind", "count"),
     [
