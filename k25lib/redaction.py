@@ -28,8 +28,12 @@ _HEADER = re.compile(
     r"|\b((?:bearer|basic)\s+)(?=[\w.~+/=-]*[\d+/=._-])[\w.~+/=-]{6,}"
 )
 _LOGIN_FLAG = re.compile(
-    r"\b((?:curl|wget)\b[^\n|;]{0,500}?\s(?:-u|--user)[ =]|sshpass\s+-p\s*|docker login\b[^\n|;]{0,500}?\s-p[ =])(\S+)"
+    r"\b((?:curl|wget)\b[^\n|;]{0,500}?\s(?:-u|--user)[ =]|sshpass\s+-p\s*|docker login\b[^\n|;]{0,500}?\s-p[ =])"
+    r"((['\"\\]{2,})[^\n]{1,500}?\3|'[^']*'|\"[^\"]*\"|\S+)"
 )
+_RUN = r"((?!''(?!['\"\\])|\"\"(?!['\"\\]))['\"\\]{2,})"  # a quote inside a quoted command: '"'"' or \"
+_NESTED = re.compile(rf"(?i)(?<![\w-])(--{_NAME}|{_NAME}(?=\s*[=:]))(\s*[=:]\s*|\s+){_RUN}([^\n]{{1,500}}?)\3")
+_WHOLE_ASSIGN = re.compile(rf"(?i)(?<![\w-])(['\"\\]+)({_NAME})=([^\n]{{1,500}}?)\1")  # 'NAME=two words'
 _QUOTED = r"'[^']*'(?:\"'\"'[^']*')*|\"[^\"]*\""  # a shell's word; 'it'"'"'s' is one
 _FLAG = re.compile(
     rf"(?i)(?<![\w-])(--{_NAME})((?:=|\s+)(?:{_QUOTED}|[^\s\"']+)(?: +(?!-|\d?[<>])[^\s\"',;|&<>)\]}}]+)*)"
@@ -37,7 +41,7 @@ _FLAG = re.compile(
 _LIST_FLAG = re.compile(rf"(?i)(['\"])(--{_NAME})\1(\s*,\s*)(['\"])(?!-)(.*?)\4")
 _ASSIGN = re.compile(
     rf"(?i)(?<![\w-])(\\*['\"]?)({_NAME})\1(\s*[=:]\s*)"
-    r"(\[[^\]\n]*\]|\([^)\n]*\)|(\\*['\"])[^\n]*?\5|[^\s,;&'\"\])}]+)"
+    rf"('[^'\n]*'(?:\"'\"'[^'\n]*')+|\[[^\]\n]*\]|\([^)\n]*\)|(\\*['\"])[^\n]*?\5|[^\s,;&'\"\])}}]+)"
 )
 
 
@@ -51,6 +55,8 @@ def redact(text):
     text = _URL_QUERY.sub(rf"\1{HIDDEN}", text)
     text = _HEADER.sub(lambda m: f"{m[1] or m[2]}{HIDDEN}", text)
     text = _LOGIN_FLAG.sub(rf"\1{HIDDEN}", text)
+    text = _NESTED.sub(lambda m: m[0] if _harmless(m[1], m[4]) else f"{m[1]}{m[2]}{m[3]}{HIDDEN}{m[3]}", text)
+    text = _WHOLE_ASSIGN.sub(lambda m: m[0] if _harmless(m[2], m[3]) else f"{m[1]}{m[2]}={HIDDEN}{m[1]}", text)
     text = _LIST_FLAG.sub(
         lambda m: m[0] if _harmless(m[2], m[5]) else f"{m[1]}{m[2]}{m[1]}{m[3]}{m[4]}{HIDDEN}{m[4]}", text
     )

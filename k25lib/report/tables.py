@@ -91,15 +91,26 @@ def interval(row):
 
 def over_ranks(frame, by, column="ms"):
     """A table of every rank as one row for each value of the columns `by`: means over the ranks, and of `column` the
-    least and the most (`ms_least`, `ms_most`), the largest mean of each `by[0]` first."""
+    least and the most (`ms_least`, `ms_most`), the largest mean of each `by[0]` first.
+
+    A rank without a row of `ms`, `calls`, `percent` or `exposed_ms` has none of it: it counts as 0.
+    """
     by = [name for name in by if name in frame]
     if not by or column not in frame:
         return frame
+    ranks = frame.groupby(by[0], sort=False)["rank"].nunique() if "rank" in frame else None
     frame = frame.drop(columns="rank", errors="ignore").assign(**{column: pd.to_numeric(frame[column])})
     grouped = frame.groupby(by, sort=False)
     made = grouped.mean(numeric_only=True)
-    made = made.join(grouped[column].agg(**{f"{column}_least": "min", f"{column}_most": "max"})).reset_index()
-    return made.sort_values([by[0], column], ascending=[True, False], kind="stable", ignore_index=True)
+    made = made.join(grouped[column].agg(**{f"{column}_least": "min", f"{column}_most": "max"}))
+    if ranks is not None:
+        rows = grouped.size()
+        share = (rows / rows.index.get_level_values(by[0]).map(ranks).to_numpy()).clip(upper=1.0)
+        for name in {"ms", "calls", "percent", "exposed_ms"} & set(made):
+            made[name] *= share
+        if column in ("ms", "calls", "percent", "exposed_ms"):
+            made.loc[share < 1, f"{column}_least"] = 0.0
+    return made.reset_index().sort_values([by[0], column], ascending=[True, False], kind="stable", ignore_index=True)
 
 
 def table(records, title="", columns=None, rows=None):

@@ -133,7 +133,7 @@ class Control:
             raise UsageError("control.command is no `vllm serve ...`: set control.profiling")
         ask = [*words[: ends[0] + 1], "--help=all"]
         if self.dry:
-            self.say(f"would look --profiler-config up: {shlex.join(ask)}")
+            self.say(f"would look --profiler-config up: {redact(shlex.join(ask))}")
             return
         told = self.run(ask, timeout_s=300)
         if "--profiler-config" in told.stdout:

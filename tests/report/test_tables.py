@@ -70,6 +70,15 @@ def test_eight_ranks_are_one_row_with_least_and_most():
     assert tables.over_ranks(pd.DataFrame(rows), ["capture", "op"], "wait_ms")["wait_ms_most"].isna().all()
 
 
+def test_a_rank_without_a_row_counts_as_nothing():
+    rows = [{"capture": "c1", "rank": rank, "name": "a", "calls": 2.0, "ms": 1.0, "percent": 50.0} for rank in range(8)]
+    rows.append({"capture": "c1", "rank": 0, "name": "b", "calls": 4.0, "ms": 0.8, "percent": 44.0})
+    a, b = tables.over_ranks(pd.DataFrame(rows), ["capture", "name"]).to_dict("records")
+    assert (a["ms"], a["ms_least"], a["ms_most"], a["calls"]) == (1.0, 1.0, 1.0, 2.0)
+    assert (b["ms_least"], b["ms_most"]) == (0.0, 0.8)
+    assert (b["ms"], b["calls"], b["percent"]) == (pytest.approx(0.1), pytest.approx(0.5), pytest.approx(5.5))
+
+
 def test_two_columns_as_an_interval():
     made = tables.table(
         [{"low_ms": 1.25, "high_ms": 2.0}, {"low_ms": None, "high_ms": None}], columns=["low_ms..high_ms"]

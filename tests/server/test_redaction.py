@@ -1,5 +1,7 @@
 """Secrets go, everything else stays."""
 
+import shlex
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -132,3 +134,23 @@ def test_names():
 def test_any_text_can_be_redacted_and_once_is_enough(text):
     once = redact(text)
     assert redact(once) == once
+
+
+@pytest.mark.parametrize("levels", [0, 1, 2])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "vllm serve m --api-key 'hunter two' --port 80",
+        "env VLLM_API_KEY='hunter two' vllm serve m",
+        "env 'VLLM_API_KEY=hunter two' vllm serve m",
+        "docker run -e 'HF_TOKEN=hunter two' image",
+        "sshpass -p 'hunter two' ssh host",
+        '{"api_key": "hunter two"}',
+    ],
+)
+def test_a_secret_inside_quoted_commands_goes_with_its_quotes(text, levels):
+    for _ in range(levels):
+        text = f"ssh host {shlex.quote(text)}"
+    shown = redact(text)
+    assert "hunter" not in shown and "two" not in shown
+    assert "***" in shown and shown.startswith(text[:8])
