@@ -21,6 +21,7 @@ from isal import isal_zlib
 from k25lib.client import Client
 from k25lib.errors import K25Error, UsageError
 from k25lib.load.sweep import send
+from k25lib.server.startup import last_line
 from k25lib.trace import nsys
 
 METHOD = 2  # goes up when a number of a capture would change; 2: the unprofiled TPOT is not of the warm-up
@@ -216,9 +217,9 @@ def _read(path):
         try:
             while block := file.read(1 << 20):
                 text = tail + (inflate.decompress(block) if gz else block)
-                last = max((found.end() for found in DECODE.finditer(text)), default=0)
-                steps += len(DECODE.findall(text))
-                tail = text[max(last, len(text) - 256) :]
+                ends = [found.end() for found in DECODE.finditer(text)]
+                steps += len(ends)
+                tail = text[max(0, len(text) - 256, *ends[-1:]) :]
         except isal_zlib.error as error:
             return steps, f"its compressed data is damaged ({error})"
     if gz and not inflate.eof:
@@ -237,8 +238,7 @@ def _exported(report, say):
     done = subprocess.run(words, capture_output=True, text=True)
     database = Path(words[5])
     if done.returncode or not database.is_file():
-        why = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["it said nothing"]
-        return [{"file": report.name, **base, "fault": f"nsys export failed: {why[0]}"}]
+        return [{"file": report.name, **base, "fault": f"nsys export failed: {last_line(done.stderr or done.stdout)}"}]
     base = {"file": database.name, **base, "bytes": database.stat().st_size}
     try:
         return [{**base, "rank": rank["rank"]} for rank in nsys.peek(database)]  # counted as the breakdown counts them

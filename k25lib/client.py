@@ -1,5 +1,6 @@
 """vLLM's HTTP API as the workbook needs it: readiness, identity, metrics, the profiler's two calls."""
 
+import json
 import os
 import re
 from urllib.parse import urlsplit
@@ -25,10 +26,17 @@ class ProfilerMissing(K25Error):
     """The server runs without a profiler (404 on /start_profile)."""
 
 
-PROFILER_FLAG = (
-    '--profiler-config \'{"profiler":"torch","torch_profiler_dir":"/ABSOLUTE/DIR",'
-    '"torch_profiler_with_stack":false,"ignore_frontend":true}\''
-)
+def profiler_config(traces):
+    """The configuration that vLLM's torch profiler wants, writing to the folder `traces`, as a dict."""
+    return {
+        "profiler": "torch",
+        "torch_profiler_dir": str(traces),
+        "torch_profiler_with_stack": False,
+        "ignore_frontend": True,
+    }
+
+
+PROFILER_FLAG = f"--profiler-config '{json.dumps(profiler_config('/ABSOLUTE/DIR'), separators=(',', ':'))}'"
 
 
 def normalise_url(url):

@@ -214,8 +214,9 @@ def _headlines(facts, efficiency):
         for name, key in names.items():
             add(name, "ms", source, step[key], step.get(f"{key}_low"), step.get(f"{key}_high"), "nine of ten steps")
     if efficiency:
-        value, (low, high) = efficiency["percent"], rows[0]["low"] and (rows[0]["low"], rows[0]["high"]) or (None, None)
-        ends = (value * facts.tpot_ms / end if end else None for end in (high, low))
+        value = efficiency["percent"]
+        tpots_ms = (compare.number(facts.level.get(f"tpot_ms_{end}")) for end in ("high", "low"))
+        ends = (value * facts.tpot_ms / tpot_ms if tpot_ms else None for tpot_ms in tpots_ms)
         add("DRAM efficiency", "%", efficiency["text"].split(": ", 1)[1], value, *ends, "95 %, by TPOT")
     return rows
 

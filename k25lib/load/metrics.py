@@ -25,9 +25,9 @@ class Request:
         pieces = exchange["pieces"]
         self.times_ns, self.tokens = np.array(outcome.times_ns, dtype=np.int64), np.array(outcome.tokens, dtype=float)
         self.lags_ns = [read_ns - stamp_ns for stamp_ns, read_ns, _ in pieces]
-        lags_ns = {stamp_ns: read_ns - stamp_ns for stamp_ns, read_ns, _ in pieces}
+        lag_ns_at = {piece[0]: lag_ns for piece, lag_ns in zip(pieces, self.lags_ns, strict=True)}
         together = self.times_ns[1:][np.diff(self.times_ns) == 0]
-        self.together_lags_ns = [lags_ns[at] for at in together.tolist()]  # of chunks in one read with the one before
+        self.together_lags_ns = [lag_ns_at[at] for at in together.tolist()]  # of chunks in one read with the one before
         self.send_ns = exchange["send_ns"]
         self.from_ns = exchange["send_ns"] if exchange["due_ns"] is None else exchange["due_ns"]
         self.end_ns = pieces[-1][0] if pieces else exchange["end_ns"]

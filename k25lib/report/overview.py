@@ -68,6 +68,11 @@ def rows(value, prefix=""):
     return {prefix: str(value) if whole else tables.cell(value)}  # a port or a length is no quantity: 43315, not 43,315
 
 
+def listed(facts, title="what"):
+    """Facts, nested ones too, as a notebook shows them: a row each, its name under `title`, and its value."""
+    return tables.shown([{title: name, "value": value} for name, value in rows(facts).items()])
+
+
 def hardware(environment):
     """The GPUs in words (`2 × NVIDIA H200`), else the CPU."""
     gpus = environment.get("gpus") or []

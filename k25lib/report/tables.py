@@ -89,11 +89,14 @@ def interval(row):
     return " ".join(filter(None, (f"{cell(low)} – {cell(high)}", row.get("unit"), what)))
 
 
+_SUMS = ("ms", "calls", "percent", "exposed_ms")  # of a step: a rank without a row has none of it
+
+
 def over_ranks(frame, by, column="ms"):
     """A table of every rank as one row for each value of the columns `by`: means over the ranks, and of `column` the
     least and the most (`ms_least`, `ms_most`), the largest mean of each `by[0]` first.
 
-    A rank without a row of `ms`, `calls`, `percent` or `exposed_ms` has none of it: it counts as 0.
+    A rank without a row counts as 0 in `ms`, `calls`, `percent` and `exposed_ms`.
     """
     by = [name for name in by if name in frame]
     if not by or column not in frame:
@@ -106,9 +109,9 @@ def over_ranks(frame, by, column="ms"):
     if ranks is not None:
         rows = grouped.size()
         share = (rows / rows.index.get_level_values(by[0]).map(ranks).to_numpy()).clip(upper=1.0)
-        for name in {"ms", "calls", "percent", "exposed_ms"} & set(made):
+        for name in (name for name in _SUMS if name in made):
             made[name] *= share
-        if column in ("ms", "calls", "percent", "exposed_ms"):
+        if column in _SUMS:
             made.loc[share < 1, f"{column}_least"] = 0.0
     return made.reset_index().sort_values([by[0], column], ascending=[True, False], kind="stable", ignore_index=True)
 

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryFile, mkdtemp
 
-from k25lib.client import Client, ServerDown
+from k25lib.client import Client, ServerDown, profiler_config
 from k25lib.errors import K25Error, UsageError
 from k25lib.redaction import redact
 from k25lib.server import process
@@ -87,10 +87,15 @@ class Control:
 
     def command(self, action, mark=""):
         """The whole command of an action, as given to `sh -c`."""
+        return self._through(self._filled(action, mark))
+
+    def _filled(self, action, mark=""):
         values = {**self.values, "mark": mark}
         quoted = {name: value if name == "command" else shlex.quote(str(value)) for name, value in values.items()}
-        text = re.sub(r"\{([a-z_]+)\}", lambda match: quoted.get(match[1], match[0]), self.strings[action])
-        return f"{self.via} {shlex.quote(text)}" if self.via and action != "exec" else text
+        return re.sub(r"\{([a-z_]+)\}", lambda match: quoted.get(match[1], match[0]), self.strings[action])
+
+    def _through(self, command):
+        return f"{self.via} {shlex.quote(command)}" if self.via else command
 
     def profiled(self, traces, profiler="torch"):
         """The control of the server with `profiler` (torch or nsys), writing to the folder `traces` (as the server sees
@@ -99,8 +104,7 @@ class Control:
         """
         if self.settings.get("profiling"):
             return self._with(**self.settings["profiling"])
-        torch = {"torch_profiler_dir": str(traces), "torch_profiler_with_stack": False, "ignore_frontend": True}
-        config = {"profiler": "torch", **torch} if profiler == "torch" else {"profiler": "cuda"}
+        config = profiler_config(traces) if profiler == "torch" else {"profiler": "cuda"}
         flag = f"--profiler-config {shlex.quote(json.dumps(config))}"
         if "{command}" not in self.strings["start"]:
             under = f"under `{NSYS} {traces}/k25` and " if profiler == "nsys" else ""
@@ -166,8 +170,7 @@ class Control:
 
     def run(self, words, timeout_s=60.0):
         """Run a command where the server runs (in its container, on its host); a CompletedProcess with text output."""
-        inside = f"{self.command('exec')} {shlex.join(words)}".strip()
-        return self._sh(f"{self.via} {shlex.quote(inside)}" if self.via else inside, timeout_s)
+        return self._sh(self._through(f"{self._filled('exec')} {shlex.join(words)}".strip()), timeout_s)
 
     def stop(self):
         """Stop the server and wait until its process has gone."""

@@ -11,6 +11,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
+from k25lib.client import profiler_config
 from k25lib.errors import K25Error
 from k25lib.redaction import redact
 from k25lib.server import process, startup, supervisor, vllm_cpu
@@ -132,13 +133,7 @@ class Embedded:
             "--host", "127.0.0.1", "--port", port, "--tensor-parallel-size", TP, "--max-model-len", 2048,
             "--max-num-seqs", 64, "--enforce-eager", "--language-model-only", "--kv-cache-memory-bytes", 1 << 27,
         ]  # fmt: skip
-        config = {
-            "profiler": "torch",
-            "torch_profiler_dir": str(traces),
-            "torch_profiler_with_stack": False,
-            "torch_profiler_record_shapes": True,
-            "ignore_frontend": True,
-        }
+        config = profiler_config(traces) | {"torch_profiler_record_shapes": True}
         return [str(word) for word in command + (["--profiler-config", json.dumps(config)] if traces else [])]
 
     def environment(self):

@@ -8,6 +8,7 @@ import re
 import zlib
 
 import pytest
+from cut_short import read_unless_empty, whole_kernels
 from generate import write_capture
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -151,12 +152,9 @@ def test_a_gzip_damaged_anywhere_gives_what_was_before(text, tmp_path_factory, d
         before += member.decompress(whole[i : i + 1])
     path = tmp_path_factory.mktemp("g") / "t.json.gz"
     path.write_bytes(whole)
-    complete = len(re.findall(rb'"cat": "kernel", "name"[^}]*\}\s*\}', before))
-    try:
-        trace = kineto.read(path)
-    except K25Error as error:
-        assert complete == 0
-        assert "\n" not in str(error)
+    complete = whole_kernels(before)
+    trace = read_unless_empty(path, complete)
+    if trace is None:
         return
     assert (trace.kind == 0).sum() >= complete - 1  # damage may make the last two one
     assert trace.losses

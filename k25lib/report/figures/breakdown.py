@@ -4,6 +4,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from k25lib.report.figures.style import colour, layout
+from k25lib.report.tables import over_ranks
 from k25lib.trace.breakdown import fold
 
 MOST_RANKS = 4  # of more, figures of the step show the lowest rank and those with least and most kernel time
@@ -128,7 +129,7 @@ def kernels(rows, most=20):
     capture = rows["capture"].iloc[0]
     rows = rows[rows["capture"] == capture]
     ranks = rows["rank"].nunique()
-    rows = rows.groupby(["name", "category"])[["calls", "ms"]].sum().div(ranks).reset_index().nlargest(most, "ms")
+    rows = over_ranks(rows, ["capture", "name", "category"]).head(most)
     title = f"Kernels by time, capture {capture}" + (f", mean of {ranks} ranks" if ranks > 1 else "")
     names = [f"{number}. {_short(name)}" for number, name in enumerate(rows["name"], 1)]
     for category in dict.fromkeys(rows["category"]):
