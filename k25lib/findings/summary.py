@@ -1,32 +1,25 @@
-"""Page 1 of the report: the number, what dominates, what next; each said from tables that exist, or what is missing."""
+"""The findings of a run, for page 1 of the report and its document; what could not be found out is said."""
 
 from k25lib.run import Run
 
-from . import campaigns, closure, compare, whatif
+from . import campaigns, closure, compare, sentences, whatif
 from .efficiency import dram_efficiency
 from .facts import gather
 from .history import history, steps_by_run
 
 CHANGE_COLUMNS = ("metric", "unit", "before", "after", "change_percent", "low_percent", "high_percent", "verdict")
-CATCH_ALL = ("other", "fused_other", "unknown")
-PART_OF = {  # a part of the waterfall in words that a sentence can use
-    "GEMMs above reading the weights": "GEMMs beyond the time that reading their weights takes",
-    "attention above reading the KV cache": "attention",
-    "communication: transfer": "communication (transfer)",
-    "communication: waiting for other ranks": "waiting for other ranks",
-    "idle within the step": "idle time within the step",
-    "between steps": "the time between steps",
-}
 
 
 def summarise(run):
     """The findings of a run as a dict of plain values for the report.
 
-    sentences (three), headlines (rows name, value, low, high, spread: what low and high are, unit, source), capture
-    (that they are of), closure (the waterfall), contradictions,
-    next (bottlenecks in order), whatif (ranges), micro (timed alone against the trace), efficiency, changes (rows
-    against the run `previous`, with `verdict`), history, history_of and steps_by_run (over comparable runs),
-    references (other campaigns), missing (what could not be said, and why).
+    sentences: three, and `basis`, what they rest on
+    headlines: rows name, value, low, high, spread (what low and high are), unit, source; `capture` is their capture
+    closure: the waterfall in ms; contradictions: sums that can't be; micro: timed alone against the trace
+    next: bottlenecks in order; whatif: ranges of what changes save, ms; efficiency: of DRAM, %
+    changes: rows against the run `previous`, with `verdict`; references: other campaigns
+    history, history_of, steps_by_run: over the runs that can be compared
+    missing: what could not be said, and why
     """
     facts = gather(run)
     missing = list(facts.missing)
@@ -52,10 +45,11 @@ def summarise(run):
     over_runs, history_of = history(run, runs)
     return {
         "sentences": [
-            _number(facts),
-            _dominates(facts, categories, efficiency),
-            _next(facts, parts, categories, helps),
+            sentences.number(facts),
+            sentences.dominates(facts, categories),
+            sentences.following(facts, parts, categories, helps),
         ],
+        "basis": sentences.basis(facts, categories, efficiency),
         "headlines": _headlines(facts, efficiency),
         "capture": facts.capture,
         "closure": [row | {"percent": 100 * row["ms"] / parts[-1]["ms"]} for row in parts],
@@ -87,106 +81,6 @@ def _efficiency(facts):
     if facts.is_cpu or facts.shape is None or facts.device is None or not facts.tpot_ms:
         return None
     return dram_efficiency(facts.shape, facts.tpot_ms, facts.device, facts.achievable_gb_s)
-
-
-def _number(facts):
-    if facts.level is None:
-        return "The number is missing: no load was measured, so neither TPOT nor throughput is known."
-    level, best = facts.level, facts.best
-    said = f"One token takes {_ms(level, 'tpot_ms')} at concurrency {level['concurrency']:g} (TPOT)"
-    if best is not level:
-        said += f"; the most throughput is {best['output_tok_s']:,.0f} tok/s, at concurrency {best['concurrency']:g}"
-        verdict = facts.plateau.get("verdict")
-        words = {
-            "plateau": f"; the plateau begins at {facts.plateau.get('concurrency')}",
-            "still rising": ", still rising",
-            "cannot tell": "; whether that is the plateau cannot be told",
-        }
-        said += words.get(verdict, "")
-    return said + ("; measured on a CPU, it says nothing of a GPU." if facts.is_cpu else ".")
-
-
-def _ms(row, name):
-    value, low, high = (compare.number(row.get(f"{name}_{what}")) for what in ("mean", "low", "high"))
-    if value is None:
-        return "an unknown time"
-    return f"{value:.2f} ms" + (f" (95 %: {low:.2f} to {high:.2f})" if low is not None and high is not None else "")
-
-
-def _dominates(facts, categories, efficiency):
-    if not categories:
-        return "What dominates is not known: there is no breakdown of a decode step."
-    step, total = facts.step, sum(categories.values())
-    whole = step["interval_ms"] or step["span_ms"]
-    (first, ms), *rest = _named(facts, categories)
-    then = ", ".join(f"{_readable(name, facts)} {value:.2f} ms" for name, value in rest[:2])
-    said = f"{_capital(_readable(first, facts))} dominates the decode step: {ms:.2f} of {whole:.2f} ms"
-    said += f" ({100 * ms / whole:.0f} %){then and f', then {then}'} (capture {facts.capture}, batch {facts.batch}"
-    said += f", mean of {step['steps']} steps"
-    if step["interval_ms"]:
-        said += f", nine of ten take {step['interval_ms_low']:.2f} to {step['interval_ms_high']:.2f} ms"
-    if facts.is_cpu:
-        return f"{said}; CPU operators by their own time, {total:.2f} ms in all: there are no GPU kernels)."
-    said += f"; kernels overlap and add up to {total:.2f} ms)" if total > step["busy_ms"] * 1.01 else ")"
-    if facts.communication:
-        wait, transfer = facts.communication["wait_ms"], facts.communication["transfer_ms"]
-        said += f"; communication is {transfer:.2f} ms of transfer and {wait:.2f} ms of waiting for other ranks"
-        if len(waits := facts.communication["waits_ms"]) > 1:
-            said += f" on rank {step['rank']} ({min(waits):.2f} to {max(waits):.2f} ms over {len(waits)} ranks)"
-    for name, (category, percent) in facts.others.items():
-        if category != first:
-            said += f"; in capture {name} {_readable(category, facts)} leads ({percent:.0f} % of kernel time)"
-    if efficiency:
-        total_gb = (efficiency["weight_bytes"] + efficiency["kv_bytes"]) / 1e9
-        said += f"; DRAM efficiency is {efficiency['percent']:.1f} % ({total_gb:.3f} GB a rank at "
-        said += f"{efficiency['dram_gb_s'] / 1e3:.3f} TB/s, {efficiency['context']} tokens of context)"
-    return said + "."
-
-
-def _named(facts, categories):
-    """Categories that say what they are, and the time without any kernel, largest first."""
-    step = facts.step
-    idle = (step["interval_ms"] or step["span_ms"]) - step["busy_ms"]
-    parts = {name: ms for name, ms in categories.items() if name not in CATCH_ALL} | {"idle": max(0.0, idle)}
-    return sorted(parts.items(), key=lambda pair: -pair[1])
-
-
-def _next(facts, parts, categories, helps):
-    if not parts:
-        return "What next is not known: without a breakdown there is no ceiling."
-    if facts.is_cpu:
-        (first, ms), *rest = _named(facts, categories)
-        after = f"; after it comes {_readable(rest[0][0], facts)}, {rest[0][1]:.2f} ms" if rest else ""
-        return f"Next, on this CPU only: {_readable(first, facts)}, with a ceiling of {ms:.2f} ms a step{after}."
-    total, whole = parts[-1]["ms"], "TPOT" if parts[-1]["from"] == "client" else "the step"
-    order = sorted((row for row in parts if row["kind"] == "part"), key=lambda row: -row["ms"])[:2]
-    names = [PART_OF.get(row["part"], row["part"]) for row in order]
-    said = (
-        f"Next: {names[0]}, with a ceiling of {order[0]['ms']:.2f} ms ({100 * order[0]['ms'] / total:.0f} % of {whole})"
-    )
-    said += f"; after it comes {names[1]}, {order[1]['ms']:.2f} ms"
-    sure = [row for row in helps if row["low_ms"] > 0]
-    if sure:
-        best = max(sure, key=lambda row: row["low_ms"])
-        said += (
-            f". Of the changes that were weighed, {best['change']} gives most in the worst case: "
-            f"{best['low_ms']:.2f} to {best['high_ms']:.2f} ms"
-        )
-    return said + "."
-
-
-def _readable(category, facts):
-    words = {
-        "allreduce_nccl": "AllReduce (NCCL)",
-        "allreduce_custom": "AllReduce" if facts.is_cpu else "AllReduce (custom)",
-        "allreduce": "AllReduce",
-        "idle": "time between operators (Python, dispatch)" if facts.is_cpu else "time in which no kernel runs",
-    }
-    return words.get(category) or category.replace("_", " ").replace("moe", "MoE").replace("gemm", "GEMM")
-
-
-def _capital(text):
-    return text[:1].upper() + text[1:]
 
 
 def _headlines(facts, efficiency):

@@ -47,6 +47,7 @@ def _head(facts):
 def _findings(found):
     sentences = [markdown(sentence) for sentence in found.get("sentences") or []]
     blocks = _heading("Summary") + (sentences or ["There are no findings yet."])
+    blocks += [markdown(found["basis"])] if found.get("basis") else []
     headlines = [
         (
             row.get("name"),

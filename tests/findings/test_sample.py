@@ -50,7 +50,7 @@ def test_nothing_contradicts_and_the_census_holds(found):
 
 def test_what_dominates(found):
     assert found["sentences"][1].startswith("GEMM dominates the decode step: 2.9")
-    assert "DRAM efficiency is 16.7 %" in found["sentences"][1]
+    assert "DRAM efficiency is 16.7 %" in found["basis"]
     assert [row["category"] for row in found["next"]][:3] == ["gemm", "moe_gemm", "allreduce_nccl"]
 
 

@@ -84,17 +84,21 @@ def test_three_sentences_of_a_whole_run(whole):
         "One token takes 8.64 ms (95 %: 8.60 to 8.70) at concurrency 1 (TPOT); "
         "the most throughput is 2,534 tok/s, at concurrency 128, still rising."
     )
-    assert dominates.startswith(
-        "GEMM dominates the decode step: 2.50 of 8.70 ms (29 %), then MoE GEMM 1.95 ms, norm 1.79 ms "
-        "(capture c1, batch 1, mean of 3 steps, nine of ten take 8.70 to 8.70 ms; "
-        "kernels overlap and add up to 8.10 ms)"
+    assert dominates == (
+        "GEMM dominates the decode step: 2.50 of 8.70 ms (29 %; nine of ten steps take 8.70 to 8.70 ms), "
+        "then MoE GEMM 1.95 ms, norm 1.79 ms; communication is 0.90 ms of transfer and 0.06 ms of waiting for other "
+        "ranks; in capture c64 MoE GEMM leads (57 % of kernel time)."
     )
-    assert "communication is 0.90 ms of transfer and 0.06 ms of waiting" in dominates
-    assert "in capture c64 MoE GEMM leads (57 % of kernel time)" in dominates
-    assert "DRAM efficiency is 16.7 % (6.922 GB a rank at 4.800 TB/s, 160 tokens of context)" in dominates
     assert following.startswith("Next: GEMMs beyond the time that reading their weights takes, with a ceiling of 3.0")
     assert "after it comes other kernels, 1.79 ms" in following
     assert "gives most in the worst case" in following
+
+
+def test_what_the_sentences_rest_on(whole):
+    assert plain(summarise(whole))["basis"] == (
+        "The decode step is that of capture c1, batch 1; mean of 3 steps on rank 0; kernels overlap and add up to "
+        "8.10 ms; DRAM efficiency is 16.7 % (6.922 GB a rank at 4.800 TB/s, 160 tokens of context)."
+    )
 
 
 def test_tables_of_a_whole_run(whole):
@@ -134,6 +138,7 @@ def test_an_empty_run_says_what_is_missing(make_run):
     ]
     assert all("missing" in s or "not known" in s for s in found["sentences"])
     assert (found["headlines"], found["closure"], found["whatif"], found["changes"]) == ([], [], [], [])
+    assert found["basis"] == ""
     assert any(text.startswith("TPOT and throughput") for text in found["missing"])
     assert any("no breakdown of a trace" in text for text in found["missing"])
     assert any("config.json is not known" in text for text in found["missing"])
@@ -165,7 +170,9 @@ def test_waiting_is_that_of_the_rank_whose_step_is_shown(make_run):
     parts = {row["part"]: row["ms"] for row in found["closure"]}
     assert parts["communication: waiting for other ranks"] == 0.5
     assert parts["communication: transfer"] == pytest.approx(0.96 - 0.5)
-    assert "0.50 ms of waiting for other ranks on rank 0 (0.00 to 0.50 ms over 2 ranks)" in found["sentences"][1]
+    assert "0.50 ms of waiting for other ranks" in found["sentences"][1]
+    assert "on rank 0" in found["basis"]
+    assert "waiting is 0.00 to 0.50 ms over 2 ranks" in found["basis"]
 
 
 def test_a_cpu_run_is_labelled(make_run):
@@ -175,7 +182,7 @@ def test_a_cpu_run_is_labelled(make_run):
     tables = {"levels": LEVELS, "steps": STEPS, "breakdown": BREAKDOWN, "kernels": kernels, "collectives": gloo}
     found = plain(summarise(make_run(tables, **(GPU | {"environment": environment}))))
     assert found["sentences"][0].endswith("measured on a CPU, it says nothing of a GPU.")
-    assert "CPU operators by their own time, 8.10 ms in all: there are no GPU kernels" in found["sentences"][1]
+    assert "CPU operators by their own time, 8.10 ms in all: there are no GPU kernels" in found["basis"]
     assert found["sentences"][2].startswith("Next, on this CPU only: GEMM, with a ceiling of 2.50 ms a step")
     assert found["whatif"] == []
     assert any("DRAM efficiency: not computed for a CPU" in text for text in found["missing"])
