@@ -88,7 +88,8 @@ def _text(result):
     if not result["comparable"]:
         lines += ["These runs cannot be compared:", *(f"  {reason}" for reason in result["obstacles"])]
     elif result["verdict"]:
-        lines.append(f"verdict: {result['verdict']} (by the lines marked *)")
+        means = f": {result['meaning']}" if result["meaning"] else ""
+        lines.append(f"verdict: {result['verdict']}{means} (by the lines marked *)")
     lines += [f"{'*' if row['headline'] else ' '} {row['text']}" for row in result["changes"]]
     if result["changes"] and not any(row["df"] for row in result["changes"]):
         lines.append(

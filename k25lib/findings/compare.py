@@ -199,9 +199,9 @@ def compare_runs(before, after, history=()):
     """Compare runs: `before` and `after` are lists of Run, each a restart of one configuration.
 
     history: other runs; those that could be compared with these lend their spread, grouped by engine and flags.
-    Returns {"comparable", "verdict", "obstacles", "changes": rows by metric, "environment", "restarts"}. The verdict
-    is that of the headline rows (single-stream TPOT, best throughput), whose intervals hold together at 95 %; every
-    other row has a false-alarm rate of 5 % of its own.
+    Returns {"comparable", "verdict", "meaning", "obstacles", "changes": rows by metric, "environment", "restarts"}.
+    The verdict is that of the headline rows (single-stream TPOT, best throughput), whose intervals hold together at
+    95 %; every other row has a false-alarm rate of 5 % of its own.
     """
     identities = [identity(run) for run in (*before, *after)]
     reasons = list(dict.fromkeys(reason for other in identities[1:] for reason in obstacles(identities[0], other)))
@@ -227,6 +227,7 @@ def compare_runs(before, after, history=()):
     return {
         "comparable": not reasons and bool(rows),
         "verdict": overall(rows),
+        "meaning": meaning(rows),
         "obstacles": reasons or ([] if rows else ["the runs have no metric in common"]),
         "changes": rows,
         "environment": environment_differences(before[-1].manifest, after[-1].manifest),
@@ -240,6 +241,15 @@ def overall(rows):
     if {"worse", "better"} <= said:
         return "mixed"
     return next((word for word in ("worse", "better", "unclear", "same") if word in said), "")
+
+
+def meaning(rows):
+    """What an unclear verdict means: which change of a headline row would have been seen; "" for other verdicts."""
+    headlines = [row for row in rows if row["headline"]]
+    if overall(rows) != "unclear" or any(row["smallest_visible_percent"] is None for row in headlines):
+        return ""
+    seen = max(row["smallest_visible_percent"] for row in headlines)
+    return f"no change seen, one of {seen:.3g} % would have been"
 
 
 def sentence(row):

@@ -17,7 +17,7 @@ def summarise(run):
     headlines: rows name, value, low, high, spread (what low and high are), unit, source; `capture` is their capture
     closure: the waterfall in ms; contradictions: sums that can't be; micro: timed alone against the trace
     next: bottlenecks in order; whatif: ranges of what changes save, ms; efficiency: of DRAM, %
-    changes: rows against the run `previous`, with `verdict`; references: other campaigns
+    changes: rows against the run `previous`, with `verdict` and its `meaning`; references: other campaigns
     history, history_of, steps_by_run: over the runs that can be compared
     missing: what could not be said, and why
     """
@@ -61,6 +61,7 @@ def summarise(run):
         "changes": changes["rows"],
         "previous": changes["previous"],
         "verdict": changes["verdict"],
+        "meaning": changes["meaning"],
         "history": over_runs,
         "history_of": history_of,
         "steps_by_run": steps_by_run(run, runs),
@@ -191,7 +192,7 @@ def _whatif(facts):
 def _changes(run, runs):
     """Changes against the newest earlier run of the same name that can be compared."""
     earlier = compare.earlier(run, runs)
-    empty = {"rows": [], "previous": "", "verdict": "", "missing": []}
+    empty = {"rows": [], "previous": "", "verdict": "", "meaning": "", "missing": []}
     reasons = []
     for other in earlier:
         found = compare.compare_runs([other], [run], runs)
@@ -206,7 +207,8 @@ def _changes(run, runs):
                 missing = [
                     "verdicts on changes: the spread between restarts is unknown until a configuration ran twice"
                 ]
-            return {"rows": rows, "previous": other.path.name, "verdict": found["verdict"], "missing": missing}
+            words = {"previous": other.path.name, "verdict": found["verdict"], "meaning": found["meaning"]}
+            return {"rows": rows, **words, "missing": missing}
         reasons += [reason for reason in found["obstacles"] if reason not in reasons]
     why = f"{len(earlier)} earlier, none comparable: {'; '.join(reasons[:3])}" if earlier else "there is no earlier run"
     return empty | {"missing": [f"what changed: {why}"]}

@@ -32,6 +32,7 @@ def write_entry(facts, folder):
         **{key: facts[key] for key in ("run", "title", "created", "date", "model", "hardware", "engine", "previous")},
         "headline": next(iter(found.get("headlines") or []), None),
         "verdict": found.get("verdict") or "",
+        "meaning": found.get("meaning") or "",
         "states": {phase["name"]: phase.get("state", "") for phase in facts["phases"]},
     }
     write_text(folder / ENTRY, json.dumps(made, indent=1, ensure_ascii=False) + "\n")

@@ -132,6 +132,15 @@ def test_the_spread_comes_from_history(make_run):
     assert found["verdict"] == "worse"
 
 
+def test_an_unclear_verdict_says_what_would_have_been_seen(make_run):
+    sides = [[make_run(t) for t in times] for times in ((10.0, 10.4, 9.7), (10.1, 9.8, 10.3))]
+    found = compare.compare_runs(*sides)
+    seen = max(row["smallest_visible_percent"] for row in found["changes"] if row["headline"])
+    assert found["verdict"] == "unclear" and 5 < seen < 30
+    assert found["meaning"] == f"no change seen, one of {seen:.3g} % would have been"
+    assert compare.compare_runs([make_run(10.0)], [make_run(10.1)])["meaning"] == ""  # no spread, nothing to promise
+
+
 def test_another_flag_is_another_configuration(make_run):
     flags = [{"port": 1, "a": 1}, {"port": 2, "a": 1}, {"port": 3, "a": 2}]
     history = [make_run(t, environment={**ENVIRONMENT, "flags": f}) for t, f in zip((10, 10.1, 20), flags, strict=True)]
@@ -191,7 +200,7 @@ def test_command(make_run, capsys):
     after = ",".join(str(make_run(t).path) for t in (12.0, 12.02, 11.98))
     assert main(["compare", before, after, "--fail-over", "5%"]) == 3
     text = capsys.readouterr().out
-    assert "verdict: worse" in text or "verdict: mixed" in text
+    assert "verdict: worse (by the lines marked *)" in text
     assert "* TPOT at C=1: 10 to 12 ms (+20.0 %, " in text
     assert main(["compare", before, after, "--fail-over", "25%", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
