@@ -26,7 +26,10 @@ VALUES = ("command", "log", "unit", "container", "cwd", "pid_file")
 STOP_LIMIT_S = 180.0
 SILENT_LIMIT_S = 60.0
 CHANGE_LIMIT_S = 7200.0  # some starts return only when the server is ready
-NSYS = "nsys profile --capture-range=cudaProfilerApi --capture-range-end=repeat --cuda-graph-trace=node -o"
+NSYS = (  # neither CPU samples nor the OS's calls: nobody reads them, and they slow the server
+    "nsys profile --trace=cuda,nvtx --sample=none --cpuctxsw=none "
+    "--capture-range=cudaProfilerApi --capture-range-end=repeat --cuda-graph-trace=node -o"
+)
 _CONFIG = re.compile(r"\s--profiler-config(?:\.\w+)?(?:=|\s+)(?:'[^']*'|\"(?:\\.|[^\"])*\"|\S+)")
 
 

@@ -257,7 +257,8 @@ def test_the_server_under_nsys(tmp_path, monkeypatch):
     ) as e:
         control.profiled("/t", "nsys")
     whole = (
-        "nsys profile --capture-range=cudaProfilerApi --capture-range-end=repeat --cuda-graph-trace=node -o /t/k25 "
+        "nsys profile --trace=cuda,nvtx --sample=none --cpuctxsw=none "
+        "--capture-range=cudaProfilerApi --capture-range-end=repeat --cuda-graph-trace=node -o /t/k25 "
         """vllm serve m --api-key {} --profiler-config '{{"profiler": "cuda"}}'"""
     )
     assert f"`{whole.format('***')}`" in str(e.value)
