@@ -1,8 +1,7 @@
 """`k25 shapes`: what one rank multiplies, reads and exchanges in a decode step, from a model's config.json."""
 
+from k25lib.cli import print_json
 from k25lib.errors import UsageError
-
-from . import print_json
 
 
 def add(commands):

@@ -1,4 +1,4 @@
-"""Files that readers may be looking at: replaced whole, never half written."""
+"""Text files that others may be reading: replaced whole, never half written."""
 
 import os
 from pathlib import Path
