@@ -14,7 +14,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from k25lib.errors import UsageError
-from k25lib.file import write_text
 from k25lib.redaction import redact_tree
 
 PROJECT = Path(__file__).resolve().parents[1]
@@ -149,7 +148,9 @@ class Run:
 
 
 def _write_json(path, value):
-    write_text(path, json.dumps(redact_tree(value), indent=1, ensure_ascii=False, default=str) + "\n")
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(json.dumps(redact_tree(value), indent=1, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
+    part.replace(path)
 
 
 def _git():
