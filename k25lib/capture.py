@@ -4,6 +4,7 @@ The profiler's endpoints answer with an empty body, and 200 does not mean that a
 of the capture's world size is the proof (under nsys: one report with kernels of every GPU).
 """
 
+import itertools
 import json
 import re
 import shlex
@@ -13,6 +14,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -34,14 +36,43 @@ SETTLE_S = {"torch": 1.0, "nsys": 5.0}  # a file whose size stands still this lo
 FILES_S = {"torch": 120.0, "nsys": 900.0}  # how long to wait, after stop, for the last file; nsys makes it only then
 
 
-def capture(url, model, traces, target, *, concurrency, requests, input_tokens, output_tokens, world_size=0,
-            stacks=None, profiler="torch", stop_timeout_s=900.0, say=None):  # fmt: skip
-    """Take one profiler capture of `requests` requests at `concurrency` and move its files into `target`.
+@dataclass(frozen=True)
+class Load:
+    """The requests that run under the profiler: how many, how many at a time, and their lengths in tokens."""
 
-    `stacks`: whether the profiler records Python stacks, if known. Returns a dict: name, files (name, bytes, rank,
-    decode_steps, fault), tables, world_size, ranks, missing_ranks, when it started, how long start and stop took in s,
-    and the mean TPOT in ms with and without the profiler. Raises K25Error if no whole trace came of it; the profiler
-    is stopped in any case.
+    concurrency: int
+    requests: int
+    input_tokens: int
+    output_tokens: int
+
+    def bounds(self, ranks=0, stacks=False):
+        """(about how many decode steps it makes, the most bytes that the traces of so many ranks may take)."""
+        steps = -(-self.requests // self.concurrency) * (self.output_tokens - 1)
+        each = BYTES_PER_STEP_AND_RANK * (STACKS_FACTOR if stacks else 1)
+        return steps, (steps + self.requests) * max(ranks, 1) * each  # a prefill is a step too
+
+    def send(self, url, model):
+        """Send it all; returns the rows of the requests."""
+        return send(url, model, self.requests, self.concurrency, self.input_tokens, self.output_tokens)
+
+
+def place(run, load):
+    """The folder of a run's next capture under this load: captures/c1 for one request at a time, then c1-2, c1-3 ..."""
+    names = (f"c{load.concurrency}{end}" for end in itertools.chain([""], (f"-{n}" for n in itertools.count(2))))
+    taken = run.captures()
+    return run.path / "captures" / next(name for name in names if name not in taken)
+
+
+def capture(
+    url, model, traces, target, load, *, world_size=0, stacks=None, profiler="torch", stop_timeout_s=900.0, say=None
+):
+    """Take one profiler capture of a Load, and move its files from the folder `traces` into the folder `target`.
+
+    world_size: how many ranks there are, 0: not known. stacks: whether the profiler records Python stacks, if known.
+    say: takes each line of progress (default: stderr). Returns a dict, also written to `target`/capture.json: name,
+    the load, files (file, bytes, rank, decode_steps, fault), tables, world_size, ranks, missing_ranks, when it started,
+    how long start and stop took in s, and the mean TPOT in ms with and without the profiler. Raises K25Error if no
+    whole trace came of it; the profiler is stopped in any case.
     """
     say = say or (lambda text: print(text, file=sys.stderr, flush=True))
     if profiler not in WRITTEN:
@@ -57,29 +88,26 @@ def capture(url, model, traces, target, *, concurrency, requests, input_tokens, 
     if stacks:
         say(f"the profiler records Python stacks: traces are {STACKS_FACTOR} times larger and stopping takes minutes; "
             'start the server with "torch_profiler_with_stack":false')  # fmt: skip
-    steps, size = bounds(concurrency, requests, output_tokens, world_size, stacks)
+    steps, size = load.bounds(world_size, stacks)
     say(f"about {steps} decode steps on {world_size or 'all'} ranks: at most {size / 1e6:,.0f} MB of traces")
     _check_disk(size, traces, target)
     client.require_profiler(stop_timeout_s)
-    load = {"input_tokens": input_tokens, "output_tokens": output_tokens, "api_key": None}
+    what = f"{load.requests} requests at C={load.concurrency}"
 
-    say(f"warm-up: {requests} requests at C={concurrency}; then the same, timed, profiler off")
-    send(url, model, requests, concurrency, **load)
-    plain = send(url, model, requests, concurrency, **load)
+    say(f"warm-up: {what}; then the same, timed, profiler off")
+    load.send(url, model)
+    plain = load.send(url, model)
     before = _listing(traces, profiler)
     with _profiling(client, stop_timeout_s, say) as times:
-        say(f"profiling {requests} requests at C={concurrency}, {output_tokens} tokens each")
-        profiled = send(url, model, requests, concurrency, **load)
+        say(f"profiling {what}, {load.output_tokens} tokens each")
+        profiled = load.send(url, model)
     say("waiting for the trace files to be whole")
     files = _whole_files(traces, before, world_size, profiler)
     record = {
         "name": target.name,
         "method": METHOD,
         "profiler": profiler,
-        "concurrency": concurrency,
-        "requests": requests,
-        "input_tokens": input_tokens,
-        "output_tokens": output_tokens,
+        **asdict(load),
         "tpot_ms": _mean_tpot(plain),
         "tpot_profiled_ms": _mean_tpot(profiled),
         **times,
@@ -87,13 +115,6 @@ def capture(url, model, traces, target, *, concurrency, requests, input_tokens, 
     }
     (target / "capture.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return record
-
-
-def bounds(concurrency, requests, output_tokens, ranks=0, stacks=False):
-    """About how many decode steps a capture has, and the most bytes that its traces may take."""
-    steps = -(-requests // concurrency) * (output_tokens - 1)
-    each = BYTES_PER_STEP_AND_RANK * (STACKS_FACTOR if stacks else 1)
-    return steps, (steps + requests) * max(ranks, 1) * each  # a prefill is a step too
 
 
 @contextmanager

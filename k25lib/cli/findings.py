@@ -3,9 +3,8 @@
 import sys
 import textwrap
 
+from k25lib.cli import print_json
 from k25lib.errors import UsageError
-
-from . import print_json
 
 WORSE = 3
 

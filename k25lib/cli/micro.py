@@ -1,7 +1,9 @@
 """Commands `gemm` and `collectives`: the model's GEMMs and collectives, timed alone, as a table or JSON."""
 
+import shlex
 import sys
 
+from k25lib.cli import print_json
 from k25lib.errors import UsageError
 
 
@@ -50,8 +52,6 @@ def _gemm(args):
 
 
 def _collectives(args):
-    import shlex
-
     from k25lib.micro.launch import probe, run_collectives
     from k25lib.micro.plan import collective_tasks
 
@@ -66,8 +66,6 @@ def _collectives(args):
 
 
 def _run(args, schema, measure):
-    from k25lib.cli import print_json
-
     rows = []
 
     def on_row(row):

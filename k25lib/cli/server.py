@@ -5,6 +5,8 @@ import sys
 import time
 from pathlib import Path
 
+from k25lib.cli import print_json
+
 
 def add(commands):
     """Declare the commands of this module."""
@@ -56,7 +58,6 @@ def _serve(args):
 
 
 def _status(args):
-    from k25lib.cli import print_json
     from k25lib.client import Client, NotReady
     from k25lib.errors import K25Error
 

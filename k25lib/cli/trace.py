@@ -4,7 +4,7 @@ import gc
 import os
 import sys
 
-from . import print_json
+from k25lib.cli import print_json
 
 
 def add(commands):

@@ -15,9 +15,9 @@ FOLDER = PROJECT / "data" / "reference"
 OTHER_DRAM_GB_S = 1597  # quoted for a Server Edition of the RTX PRO 6000, not confirmed by its maker
 
 
-def references(folder=FOLDER):
+def references():
     """All published campaigns as {name of the file: its tables}."""
-    return {path.stem: tomllib.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.toml"))}
+    return {path.stem: tomllib.loads(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob("*.toml"))}
 
 
 def examine(name):

@@ -10,13 +10,10 @@ from dataclasses import dataclass
 import torch
 
 from k25lib.micro import timing
+from k25lib.micro.timing import NotRun
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SPREAD = 4.6  # standard deviation of uniform 4-bit integers: scales are divided by it, so that outputs are of order 1
-
-
-class NotRun(Exception):
-    """This row can't be had here; the message says why."""
 
 
 @dataclass

@@ -1,182 +1,16 @@
-"""Runs the workers under any interpreter, here, in a container or on another host, and turns every failure into a row.
+"""Runs the workers' tasks to their end, in as many processes as it takes, and turns every failure into a row."""
 
-The worker travels as a small zip on stdin, into a temporary folder that is removed after. The open stdin is a
-lifeline: when it closes (time-out, Ctrl-C, death of this process, a lost connection), all that runs there is killed.
-"""
-
-import base64
-import collections
-import contextlib
-import io
 import json
-import os
 import queue
-import re
-import shlex
 import signal
-import subprocess
-import sys
-import threading
 import time
-import zipfile
-from pathlib import Path
 
-from k25lib.errors import K25Error, UsageError
+from k25lib.errors import K25Error
 from k25lib.hardware import find
+from k25lib.micro.remote import Worker, prefix_of
 
-MODULES = ("timing.py", "kernels.py", "gemm.py", "messages.py", "collectives.py")
 START_S = 180  # to import torch and vLLM, and to meet the other ranks
 RESTARTS = 6  # after so many deaths the rest is not run
-
-# Runs on the other side with the standard library alone. `-m torch.distributed.run` starts each rank in a session of
-# its own, so that the children must be found by parent, not by group.
-BOOTSTRAP = """
-import base64, io, json, os, shutil, signal, subprocess, sys, tempfile, threading, time, zipfile
-job = json.loads(sys.stdin.readline())
-folder = tempfile.mkdtemp(prefix="k25-")
-zipfile.ZipFile(io.BytesIO(base64.b64decode(job["zip"]))).extractall(folder)
-env = {**os.environ, **job["env"]}
-env["PYTHONPATH"] = os.pathsep.join([folder] + [p for p in [env.get("PYTHONPATH")] if p])
-settings = os.path.join(folder, "settings.json")
-open(settings, "w").write(json.dumps(job["settings"]))
-env["K25_SETTINGS"] = settings
-child = subprocess.Popen([sys.executable] + job["arguments"], env=env, cwd=folder, stdin=open(settings))
-def family():
-    parents = {}
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            parents[int(pid)] = int(open("/proc/" + pid + "/stat").read().rsplit(")", 1)[1].split()[1])
-        except OSError:
-            pass
-    found = [child.pid]
-    for pid in found:
-        found += [p for p, parent in parents.items() if parent == pid]
-    return found
-def end():
-    for pid in reversed(family()):
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except OSError:
-            pass
-def lifeline():
-    sys.stdin.read()
-    end()
-threading.Thread(target=lifeline, daemon=True).start()
-code = child.wait()
-shutil.rmtree(folder, ignore_errors=True)
-os._exit(code if code >= 0 else 128 - code)
-"""
-
-
-def prefix_of(python):
-    """The command before a Python program's arguments, from None (this interpreter), a string or a list."""
-    parts = [sys.executable] if not python else shlex.split(python) if isinstance(python, str) else list(python)
-    keeper = next(
-        (at for at, part in enumerate(parts) if Path(part).name in ("docker", "podman", "kubectl")), len(parts)
-    )
-    if "exec" in parts[keeper:]:
-        at = parts.index("exec", keeper) + 1
-        if not {"-i", "-it", "-ti", "--interactive", "--stdin"} & set(parts[at:]):
-            parts.insert(at, "-i")  # the worker reads its settings on stdin
-    return parts
-
-
-def command_of(python):
-    """The whole command that runs the bootstrap; quoted for the other shell where the prefix is ssh."""
-    parts, program = prefix_of(python), ["-u", "-c", BOOTSTRAP]
-    return parts + ([shlex.quote(part) for part in program] if Path(parts[0]).name == "ssh" else program)
-
-
-def worker_zip():
-    """The workers and nothing else, as base64."""
-    data = io.BytesIO()
-    here = Path(__file__).parent
-    with zipfile.ZipFile(data, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("k25lib/__init__.py", "")
-        archive.writestr("k25lib/micro/__init__.py", "")
-        for name in MODULES:
-            archive.write(here / name, f"k25lib/micro/{name}")
-    return base64.b64encode(data.getvalue()).decode()
-
-
-class Worker:
-    """One process of the worker: its events in order, the last lines it said, and its end."""
-
-    def __init__(self, python, arguments, settings, env):
-        self.said = collections.deque(maxlen=100)
-        self.by_rank = {}
-        self._lines = queue.Queue()
-        try:
-            self.process = subprocess.Popen(
-                command_of(python), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                text=True, errors="replace", start_new_session=True,
-            )  # fmt: skip
-        except OSError as error:
-            raise UsageError(f"cannot run {prefix_of(python)[0]}: {error.strerror}") from error
-        self._threads = [threading.Thread(target=target, daemon=True) for target in (self._read, self._hear)]
-        for thread in self._threads:
-            thread.start()
-        job = {"zip": worker_zip(), "arguments": arguments, "settings": settings, "env": env}
-        with contextlib.suppress(OSError):  # it ended at once: its last words say why
-            self.process.stdin.write(json.dumps(job) + "\n")
-            self.process.stdin.flush()
-
-    def _read(self):
-        for line in self.process.stdout:
-            self._lines.put(line)
-        self._lines.put(None)
-
-    def _hear(self):
-        for line in self.process.stderr:
-            text = line.strip()
-            found = re.match(r"\[rank (\d+)\] (.*)", text)
-            if found:
-                self.by_rank[int(found[1])] = found[2]
-            elif text:
-                self.said.append(text)
-
-    def next(self, timeout_s):
-        """The next event as a dict, None at the end of the output. Raises queue.Empty after the time-out."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
-            if line is None:
-                return None
-            try:
-                event = json.loads(line)
-            except ValueError:
-                event = None
-            if isinstance(event, dict) and "event" in event:
-                return event
-            self.said.append(line.strip())
-
-    def wait(self, seconds):
-        """Give it this long to end by itself."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(timeout=seconds)
-
-    def stop(self):
-        """End it and all that it started; waits until it has gone. Returns the exit code."""
-        with contextlib.suppress(OSError):
-            self.process.stdin.close()
-        try:
-            self.process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-        for thread in self._threads:
-            thread.join(timeout=2)
-        return self.process.returncode
-
-    def last_words(self):
-        """What each rank did last and the last error that was printed, as one line."""
-        ranks = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(self.by_rank.items()))
-        told = [line for line in self.said if re.search(r"exitcode: -?\d|in use", line)]  # torchrun of a rank; a port
-        errors = [line for line in self.said if re.search(r"(error|exception)\b(?!_)|killed|refused", line, re.I)]
-        said = (told[:1] or errors[-1:] or list(self.said)[-1:] or [""])[0]
-        signals = [signal.Signals(int(n)).name for n in re.findall(r"exitcode: -(\d+)", said)]
-        said = " ".join([re.sub(r"^[EW]\d{4} .*?\] ", "", said), *signals])
-        return "; ".join(part for part in (ranks, f"it said: {said[:200]}" if said else "") if part)
 
 
 class Job:
@@ -257,11 +91,11 @@ class Job:
         self.on_row(row)
 
 
-def probe(python=None, timeout_s=180):
+def probe(python=None):
     """The kind of device that torch finds under this interpreter: "cuda" or "cpu". Raises K25Error with the reason."""
     worker = Worker(python, ["-m", "k25lib.micro.gemm"], {"tasks": []}, {})
     try:
-        event = worker.next(timeout_s)
+        event = worker.next(START_S)
     except queue.Empty:
         event = None
     finally:
@@ -285,21 +119,14 @@ def run_gemm(settings, python=None, timeout_s=900, on_row=None, on_facts=None):
     Every task comes back as one row with a status: ok, failed or not run, and why.
     """
     settings = dict(settings)
-    tasks = settings.pop("tasks")
-    facts = {}
-
-    def learn(found):
-        facts.update(found)
-        if on_facts:
-            on_facts(found)
+    tasks, env = settings.pop("tasks"), settings.pop("env", {})
 
     def finish(row):
-        row.update(_against_peak(row, facts))
+        row.update(_against_peak(row, job.facts))
         if on_row:
             on_row(row)
 
-    env = settings.pop("env", {})
-    job = Job(tasks, timeout_s, settings.get("row_timeout_s", 180), finish, learn)
+    job = Job(tasks, timeout_s, settings.get("row_timeout_s", 180), finish, on_facts)
     return job.run(lambda todo: Worker(python, ["-m", "k25lib.micro.gemm"], settings | {"tasks": todo}, env))
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from k25lib.micro import timing
+from k25lib.micro.timing import NotRun
 
 FACTORS = {
     "allreduce": lambda n: 2 * (n - 1) / n,
@@ -18,10 +19,6 @@ FACTORS = {
     "alltoall": lambda n: (n - 1) / n,
     "dispatch+combine": lambda n: 2 * (n - 1) / n,  # two All-to-Alls of S each
 }
-
-
-class NotRun(Exception):
-    """This row can't be had here; the message says why."""
 
 
 def bandwidths(op, size_bytes, time_us, world):

@@ -20,6 +20,10 @@ NOISE = 0.10  # a row is noisy when its interquartile range exceeds this share o
 _STATE = "clocks.sm,clocks.mem,power.draw,temperature.gpu,{}.active"
 
 
+class NotRun(Exception):
+    """This row can't be had here; the message says why."""
+
+
 class Output:
     """The worker's own stdout, one JSON object a line; whatever else prints there (vLLM's log) goes to stderr."""
 

@@ -33,7 +33,6 @@ class Matrix:
     quantizable: bool = True
     heads: int = 1  # matrices in one batched call, before sharding
     routed: bool = False
-    reduced: bool = False  # an AllReduce follows
 
 
 @dataclass
@@ -68,7 +67,7 @@ def _mlp(prefix, hidden, width, label, what):
     """A gated MLP: fused gate and up, then down, which an AllReduce follows."""
     return [
         _column(f"{label} gate_up", (f"{prefix}.gate_proj", f"{prefix}.up_proj"), (width, width), hidden, what),
-        _row(f"{label} down", f"{prefix}.down_proj", hidden, width, what, reduced=True),
+        _row(f"{label} down", f"{prefix}.down_proj", hidden, width, what),
     ]
 
 
@@ -90,7 +89,7 @@ def _moe(prefix, hidden, experts, width, names, shared_width, what):
         matrices.append(_row("shared down", f"{name}.down_proj", hidden, shared_width, shared))
     more = {"category": "moe_gemm", "routed": True}
     matrices.append(_column("routed gate_up", (gate, up), (width, width), hidden, what, **more))
-    matrices.append(_row("routed down", down, hidden, width, what, reduced=True, **more))
+    matrices.append(_row("routed down", down, hidden, width, what, **more))
     return matrices
 
 
@@ -136,7 +135,7 @@ def mla(config):
             *projections,
             Matrix("W_UK_T bmm", kv_b, (Part(latent),), nope, **absorbed),
             Matrix("W_UV bmm", kv_b, (Part(value),), latent, **absorbed),
-            _row("o_proj", f"{attention}.o_proj", hidden, heads * value, "attention heads", reduced=True),
+            _row("o_proj", f"{attention}.o_proj", hidden, heads * value, "attention heads"),
         ]
         if experts and index >= dense and index % every == 0:
             sparse += 1
@@ -187,7 +186,7 @@ def _grouped_query(config, is_sparse):
         qkv = tuple(f"{attention}.{name}_proj" for name in "qkv")
         matrices = [
             Matrix("qkv_proj", qkv, (Part(heads, size, "attention heads"), kv, kv), hidden, "column"),
-            _row("o_proj", f"{attention}.o_proj", hidden, heads * size, "attention heads", reduced=True),
+            _row("o_proj", f"{attention}.o_proj", hidden, heads * size, "attention heads"),
         ]
         if is_sparse(index):
             sparse += 1

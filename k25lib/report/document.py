@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from k25lib.errors import K25Error
+from k25lib.file import write_text
 from k25lib.report import first_page, index, notebook, tables
 from k25lib.report.escape import markdown, markdown_cell
-from k25lib.report.file import write_text
 from k25lib.report.overview import overview
 
 _NO_CONFIGURATION = ("host ", "port ", "model ", "model_tag ", "served_model_name ", "profiler_config ")

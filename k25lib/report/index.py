@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from k25lib.report.file import write_text
+from k25lib.file import write_text
 from k25lib.report.overview import overview
 from k25lib.report.page import environment
 

@@ -14,8 +14,8 @@ from plotly.offline import get_plotlyjs
 from pygments.formatters import HtmlFormatter
 
 from k25lib.errors import K25Error
+from k25lib.file import write_text
 from k25lib.report import escape, first_page, notebook, tables
-from k25lib.report.file import write_text
 from k25lib.report.overview import overview
 
 MOST_BYTES = 4_000_000

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from k25lib.client import Client, NotReady, ServerDown
 from k25lib.errors import K25Error
+from k25lib.file import write_text
 from k25lib.redaction import redact
 from k25lib.server import startup
 
@@ -156,7 +157,4 @@ def _keep(path, key, durations):
     known = _read(path)
     rounded = {stage: round(seconds, 1) for stage, seconds in durations.items() if stage != "ready"}
     known[key] = [*known.get(key, []), rounded][-KEEP_STARTS:]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f".{os.getpid()}.part")
-    part.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
-    part.replace(path)
+    write_text(path, json.dumps(known, indent=1) + "\n")

@@ -13,13 +13,13 @@ CENSUS_CATEGORIES = ("moe_gemm", "attention", "gemm")
 WRAPPERS = ("vllm::unified_",)  # operators whose work is an operator inside: counted only where no such one is seen
 
 
-def breakdown(paths, group="fine", categories=None, expected=None, session=None):
+def breakdown(paths, group="fine", categories=None, session=None):
     """Files and folders of one capture -> dict of schema k25.breakdown/1; times are ms per decode step of a rank.
 
-    `group` is "fine", "operation" or "role"; `categories` a TOML file of rules tried before our own; `expected` maps an
-    operation to its calls per decode step. Where the paths hold several sessions, they are told apart and `session` (a
-    number from capture.sessions; default the newest) is broken down. Ranks are read in parallel by joblib, on whatever
-    backend is active (joblib.parallel_config(backend="dask") spreads them over a cluster).
+    `group` is "fine", "operation" or "role"; `categories` a TOML file of rules tried before our own. Where the paths
+    hold several sessions, they are told apart and `session` (a number from capture.sessions; default the newest) is
+    broken down. Ranks are read in parallel by joblib, on whatever backend is active
+    (joblib.parallel_config(backend="dask") spreads them over a cluster).
     Raises K25Error if there is nothing to read, UsageError for a bad argument.
     """
     if group not in GROUPS:
@@ -60,7 +60,7 @@ def breakdown(paths, group="fine", categories=None, expected=None, session=None)
         measured = [m for m in measured if m["kind"] == "gpu"]
     measured.sort(key=lambda m: (m["rank"], m["path"]))
     result = _result(measured, groups, chosen, losses, tables if chosen is groups[-1] else [])
-    return result | {"group": group, "census": census(result, expected)}
+    return result | {"group": group, "census": census(result)}
 
 
 def _choose(groups, session):
@@ -93,59 +93,18 @@ def _measure(*job):
 
 def _result(measured, groups, chosen, losses, tables):
     lead = measured[0]
-    rank_of = [m["rank"] for m in measured]
-    world = max([m["meta"]["world_size"] or 0 for m in measured] + [max(rank_of) + 1])
-    for m in measured:
-        losses += m["losses"]
-        if m["rank_from"] not in ("distributedInfo", "deviceId"):
-            losses.append(
-                loss(m["path"], "rank from name", 1, f"no distributedInfo: rank {m['rank']} from {m['rank_from']}")
-            )
-        if not m["per_step"]:
-            detail = "no whole decode step found: figures per step cannot be given"
-            losses.append(loss(m["path"], "no decode steps", 1, detail))
-        if m["outside"]:
-            losses.append(
-                loss(m["path"], "outside steps", m["outside"], "kernels that belong to no pass, in no figure")
-            )
-    clashes = [
-        {"rank": r, "files": [m["path"] for m in measured if m["rank"] == r]}
-        for r in sorted(set(rank_of))
-        if rank_of.count(r) > 1
-    ]
-    for clash in clashes:
-        detail = f"{len(clash['files'])} files claim rank {clash['rank']}; all are kept, and collectives are not paired"
-        losses.append(loss(clash["files"][-1], "rank clash", len(clash["files"]), detail))
-    missing = sorted(set(range(world)) - set(rank_of))
-    if missing:
-        some = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-        losses.append(loss(Path(lead["path"]).parent, "missing ranks", len(missing), f"no trace of ranks {some}"))
-    collectives, skew, told = ranks.pair([lead] if clashes else measured)
+    capture = _capture(measured, groups, chosen)
+    losses += [told for m in measured for told in _told(m)] + _told_of_ranks(capture, lead)
+    collectives, skew, told = ranks.pair([lead] if capture["clashes"] else measured)
     losses += told
     checks = text_table.cross_check(measured, tables, losses)
+
+    def of_ranks(key):
+        return [{"rank": m["rank"], **row} for m in measured for row in m[key]]
+
     return {
         "schema": SCHEMA,
-        "capture": {
-            "kind": lead["kind"],
-            "note": "CPU operators, self time" if lead["kind"] == "cpu" else "GPU kernels",
-            "files": len({m["path"] for m in measured}),
-            "ranks": rank_of,
-            "world_size": world,
-            "missing_ranks": missing,
-            "clashes": clashes,
-            "parallel": _parallel(measured),
-            "devices": [
-                {"rank": m["rank"], "device": m["meta"]["device"], "pid": m["meta"]["pid"]}
-                for m in measured
-                if "device" in m["meta"]
-            ],
-            "sessions": [
-                {"session": i, "files": [p["path"] for p in g], "ranks": [p["rank"] for p in g], "used": g is chosen}
-                for i, g in enumerate(groups)
-            ],
-            "start_ns": min(m["start_ns"] for m in measured),
-            "end_ns": max(m["end_ns"] for m in measured),
-        },
+        "capture": capture,
         "losses": losses,
         "steps": {
             "found_by": lead["found_by"],
@@ -157,16 +116,72 @@ def _result(measured, groups, chosen, losses, tables):
         "per_step": [
             {"rank": m["rank"], **row, "file": Path(m["path"]).name} for m in measured for row in m["per_step"]
         ],
-        "categories": [{"rank": m["rank"], **row} for m in measured for row in m["categories"]],
-        "kernels": [{"rank": m["rank"], **row} for m in measured for row in m["kernels"]],
+        "categories": of_ranks("categories"),
+        "kernels": of_ranks("kernels"),
         "unknown": _unknown(measured),
         "census": [],
         "collectives": collectives,
         "skew": skew,
-        "by_kind": [{"rank": m["rank"], **row} for m in measured for row in m["by_kind"]],
+        "by_kind": of_ranks("by_kind"),
         "cross_check": checks,
-        "passes": [{"rank": m["rank"], **row} for m in measured for row in m["steps"]],
+        "passes": of_ranks("steps"),
     }
+
+
+def _capture(measured, groups, chosen):
+    """What the files are a capture of: ranks that are there, missing or claimed twice, parallelism, sessions, time."""
+    kind, rank_of = measured[0]["kind"], [m["rank"] for m in measured]
+    world = max([m["meta"]["world_size"] or 0 for m in measured] + [max(rank_of) + 1])
+    return {
+        "kind": kind,
+        "note": "CPU operators, self time" if kind == "cpu" else "GPU kernels",
+        "files": len({m["path"] for m in measured}),
+        "ranks": rank_of,
+        "world_size": world,
+        "missing_ranks": sorted(set(range(world)) - set(rank_of)),
+        "clashes": [
+            {"rank": r, "files": [m["path"] for m in measured if m["rank"] == r]}
+            for r in sorted(set(rank_of))
+            if rank_of.count(r) > 1
+        ],
+        "parallel": _parallel(measured),
+        "devices": [
+            {"rank": m["rank"], "device": m["meta"]["device"], "pid": m["meta"]["pid"]}
+            for m in measured
+            if "device" in m["meta"]
+        ],
+        "sessions": [
+            {"session": i, "files": [p["path"] for p in g], "ranks": [p["rank"] for p in g], "used": g is chosen}
+            for i, g in enumerate(groups)
+        ],
+        "start_ns": min(m["start_ns"] for m in measured),
+        "end_ns": max(m["end_ns"] for m in measured),
+    }
+
+
+def _told(m):
+    """The losses of one rank's file."""
+    yield from m["losses"]
+    if m["rank_from"] not in ("distributedInfo", "deviceId"):
+        yield loss(m["path"], "rank from name", 1, f"no distributedInfo: rank {m['rank']} from {m['rank_from']}")
+    if not m["per_step"]:
+        detail = "no whole decode step found: figures per step cannot be given"
+        yield loss(m["path"], "no decode steps", 1, detail)
+    if m["outside"]:
+        yield loss(m["path"], "outside steps", m["outside"], "kernels that belong to no pass, in no figure")
+
+
+def _told_of_ranks(capture, lead):
+    """Ranks that several files claim, and those that no file is of, as losses."""
+    told = []
+    for clash in capture["clashes"]:
+        files = clash["files"]
+        detail = f"{len(files)} files claim rank {clash['rank']}; all are kept, and collectives are not paired"
+        told.append(loss(files[-1], "rank clash", len(files), detail))
+    if missing := capture["missing_ranks"]:
+        some = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+        told.append(loss(Path(lead["path"]).parent, "missing ranks", len(missing), f"no trace of ranks {some}"))
+    return told
 
 
 def _parallel(measured):

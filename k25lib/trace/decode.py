@@ -1,5 +1,7 @@
 """One file's decode steps in numbers: kernel sum, busy, span, idle, categories, exposed time, kernels, collectives."""
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from k25lib.trace import files, steps
@@ -8,6 +10,34 @@ from k25lib.trace.operators import own_time
 from k25lib.trace.table import KERNEL, OPERATOR
 
 CHUNK_ROWS = 1 << 17  # rows swept at once: memory stays flat however long the capture
+
+
+@dataclass(frozen=True)
+class _Batches:
+    """The passes that are measured, grouped by their number of requests."""
+
+    kind: str  # of the measured passes: decode, or decode_eager where no step was replayed as a graph
+    known: list  # numbers of requests, ascending
+    of: np.ndarray  # of each pass: the place of its batch in `known`, len(known) if it is not told, -1 if not measured
+
+    @classmethod
+    def of_passes(cls, passes):
+        kind = "decode" if any(p.kind == "decode" for p in passes) else "decode_eager"
+        known = sorted({p.batch for p in passes if p.kind == kind and p.batch is not None})
+        place = {batch: i for i, batch in enumerate(known)}
+        of = [place.get(p.batch, len(known)) if p.kind == kind else -1 for p in passes]
+        return cls(kind, known, np.array(of, np.int64))
+
+    @property
+    def count(self):
+        """How many groups there are: one a batch, and one for passes whose batch is not told."""
+        return len(self.known) + 1
+
+    def selections(self):
+        """(batch or "all", its passes, its rows in tables of all groups), of those that have passes."""
+        chosen = [("all", np.flatnonzero(self.of >= 0), slice(None))]
+        chosen += [(b, np.flatnonzero(self.of == i), slice(i, i + 1)) for i, b in enumerate(self.known)]
+        return [each for each in chosen if len(each[1])]
 
 
 def measure(path, group="fine", user_rules=None, device=None):
@@ -19,14 +49,8 @@ def measure(path, group="fine", user_rules=None, device=None):
     rules = Categories(user_rules)
     trace = files.read(path, device)
     found = steps.find(trace, rules.category, lambda: files.read(path, device, launches=True).launches)
-    passes, count = found.passes, len(found.passes)
-    measured = "decode" if any(p.kind == "decode" for p in passes) else "decode_eager"
-    batches = sorted({p.batch for p in passes if p.kind == measured and p.batch is not None})
-    of_batch = {batch: i for i, batch in enumerate(batches)}
-    group_of = np.full(count, -1, np.int64)  # of a pass: the row of its batch; the last row is "no batch known"
-    for i, p in enumerate(passes):
-        if p.kind == measured:
-            group_of[i] = of_batch.get(p.batch, len(batches))
+    passes = found.passes
+    batches = _Batches.of_passes(passes)
     fine = [rules.category(name) for name in trace.names]
     labels = [rules.fold(category, group) for category in fine]
     categories = sorted(set(labels))
@@ -37,44 +61,17 @@ def measure(path, group="fine", user_rules=None, device=None):
         own_ns, segments = own_time(trace.start_ns, trace.dur_ns, trace.stream)
     else:
         own_ns, segments = trace.dur_ns, None
-    totals = _sweep(trace, found, work, segments, category_of, group_of, len(batches) + 1, len(categories))
+    totals = _sweep(trace, found, work, segments, category_of, batches.of, batches.count, len(categories))
     of, own = found.of[work], own_ns[work]
-    per_pass = {
-        "kernels": np.bincount(of, minlength=count),
-        "kernel_sum": np.bincount(of, weights=own, minlength=count),
-        "copies": _copies(trace, found),
-        "start": np.array([p.start_ns for p in passes], np.int64),
-        "end": np.array([p.end_ns for p in passes], np.int64),
-        **{key: totals[key] for key in ("busy", "idle_in_graph", "idle")},
-    }
-    selections = [("all", np.flatnonzero(group_of >= 0))] + [
-        (b, np.flatnonzero(group_of == i)) for b, i in of_batch.items()
-    ]
-    of_group = group_of[of]
-    chosen = of_group >= 0
-    cells = _cells(
-        of_group[chosen], category_of[trace.name_id[work[chosen]]], own[chosen], len(batches) + 1, len(categories)
-    )
-    names = _cells(
-        np.zeros(np.count_nonzero(chosen), np.int64), trace.name_id[work[chosen]], own[chosen], 1, len(trace.names)
-    )
-    per_step, rows = [], []
-    for batch, members in selections:
-        if not len(members):
-            continue
-        per_step.append({"batch": batch, **_per_step(per_pass, passes, members)})
-        which = slice(None) if batch == "all" else slice(of_batch[batch], of_batch[batch] + 1)
-        calls, ns, exposed = (table[which].sum(axis=0) for table in (*cells, totals["exposed"]))
-        assert int(ns.sum()) == int(per_pass["kernel_sum"][members].sum()), "categories do not add up to the kernel sum"
-        for i in np.argsort(-ns, kind="stable"):
-            if calls[i]:
-                percent = 100 * ns[i] / max(ns.sum(), 1)
-                mean = _means(len(members), calls=calls[i], ms=ns[i] / 1e6, exposed_ms=exposed[i] / 1e6)
-                rows.append({"batch": batch, "category": categories[i], **mean, "percent": float(percent)})
-    n = len(selections[0][1])
-    calls, ns = names[0][0], names[1][0]
+    per_pass = _per_pass(trace, found, of, own, totals)
+    measured = batches.of[of] >= 0
+    name_id, own, group_of = trace.name_id[work[measured]], own[measured], batches.of[of[measured]]
+    selections = batches.selections()
+    cells = (*_cells(group_of, category_of[name_id], own, batches.count, len(categories)), totals["exposed"])
+    calls, ns = (row[0] for row in _cells(np.zeros_like(group_of), name_id, own, 1, len(trace.names)))
+    count = int((batches.of >= 0).sum())
     kernels = [
-        {"name": trace.names[i], "category": labels[i], "fine": fine[i], **_means(n, calls=calls[i], ms=ns[i] / 1e6)}
+        {"name": trace.names[i], "category": labels[i], "fine": fine[i]} | _means(count, calls=calls[i], ms=ns[i] / 1e6)
         for i in np.argsort(-ns, kind="stable")
         if calls[i]
     ]
@@ -85,19 +82,52 @@ def measure(path, group="fine", user_rules=None, device=None):
         "kind": "cpu" if trace.is_cpu else "gpu",
         "found_by": found.found_by,
         "counts": found.counts(),
-        "measured": measured,
-        "by_batch": {str(b): len(members) for b, members in selections[1:]},
+        "measured": batches.kind,
+        "by_batch": {str(batch): len(members) for batch, members, _ in selections[1:]},
         "outside": found.outside,
-        "per_step": per_step,
-        "categories": rows,
+        "per_step": [{"batch": batch, **_per_step(per_pass, passes, members)} for batch, members, _ in selections],
+        "categories": _categories(categories, cells, selections, per_pass["kernel_sum"]),
         "kernels": kernels,
         "by_kind": _by_kind(per_pass, passes),
         "steps": _steps(per_pass, passes, trace.origin_ns),
-        "collectives": _collectives(trace, found, rules, group_of >= 0),
+        "collectives": _collectives(trace, found, rules, batches.of >= 0),
         "session": _session(trace, own_ns),
         "start_ns": trace.origin_ns + int(trace.start_ns[0]) if len(trace.start_ns) else 0,
         "end_ns": trace.origin_ns + int((trace.start_ns + trace.dur_ns).max()) if len(trace.start_ns) else 0,
     }
+
+
+def _per_pass(trace, found, of, own, totals):
+    """Numbers of every pass: its kernels, and ns of kernel sum, copies, start, end, busy and idle time.
+
+    of, own: the pass and the own ns of each kernel (or operator) that belongs to a pass.
+    """
+    count = len(found.passes)
+    return {
+        "kernels": np.bincount(of, minlength=count),
+        "kernel_sum": np.bincount(of, weights=own, minlength=count),
+        "copies": _copies(trace, found),
+        "start": np.array([p.start_ns for p in found.passes], np.int64),
+        "end": np.array([p.end_ns for p in found.passes], np.int64),
+        **{key: totals[key] for key in ("busy", "idle_in_graph", "idle")},
+    }
+
+
+def _categories(names, cells, selections, kernel_sum_ns):
+    """Rows of a category in each selection, the largest first: calls, ms, exposed ms a step, percent of kernel time.
+
+    cells: tables of calls, ns and exposed ns, groups of passes x categories; they add up to `kernel_sum_ns`, exactly.
+    """
+    rows = []
+    for batch, members, which in selections:
+        calls, ns, exposed = (table[which].sum(axis=0) for table in cells)
+        assert int(ns.sum()) == int(kernel_sum_ns[members].sum()), "categories do not add up to the kernel sum"
+        for i in np.argsort(-ns, kind="stable"):
+            if calls[i]:
+                percent = 100 * ns[i] / max(ns.sum(), 1)
+                mean = _means(len(members), calls=calls[i], ms=ns[i] / 1e6, exposed_ms=exposed[i] / 1e6)
+                rows.append({"batch": batch, "category": names[i], **mean, "percent": float(percent)})
+    return rows
 
 
 def _sweep(trace, found, work, segments, category_of, group_of, groups, categories):

@@ -35,7 +35,7 @@ def answers():
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     table["url"], table["seen"] = f"http://127.0.0.1:{server.server_port}", seen
     yield table
     server.shutdown()

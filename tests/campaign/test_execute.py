@@ -107,6 +107,7 @@ def alive(pid):
     return True
 
 
+@pytest.mark.slow  # a kernel that sleeps is given 5 s to end
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
 def test_signals_keep_the_half_and_leave_no_orphan(tmp_path, sent):
     """The runner's own process gets the signal while a cell runs, with a child of the kernel beside it."""

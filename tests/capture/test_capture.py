@@ -11,9 +11,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from k25lib import capture as capture_module
-from k25lib.capture import bounds, capture
+from k25lib.capture import Load, capture, place
 from k25lib.client import ProfilerMissing
 from k25lib.errors import K25Error
+from k25lib.run import Run
 from k25lib.trace import nsys
 
 STEPS = ["execute_context_1(8)_generation_0(0)", *["execute_context_0(0)_generation_1(1)"] * 3]
@@ -64,7 +65,7 @@ def server(tmp_path, monkeypatch):
     made = Server(folder)
     made.sent = []
 
-    def send(url, model, requests, concurrency, **_):
+    def send(url, model, requests, concurrency, *_):
         made.sent.append((requests, concurrency))
         return [{"tpot_ms": 10.0 + len(made.sent), "ok": True}] * requests
 
@@ -77,8 +78,9 @@ def server(tmp_path, monkeypatch):
 
 def take(server, tmp_path, **more):
     said = []
-    asked = {"concurrency": 1, "requests": 5, "input_tokens": 8, "output_tokens": 4, "world_size": 2, **more}
-    record = capture(server.url, "m", server.folder, tmp_path / "run" / "c1", say=said.append, **asked)
+    load = Load(more.pop("concurrency", 1), requests=5, input_tokens=8, output_tokens=4)
+    asked = {"world_size": 2, "say": said.append, **more}
+    record = capture(server.url, "m", server.folder, tmp_path / "run" / "c1", load, **asked)
     return record, said
 
 
@@ -228,8 +230,16 @@ def test_a_stop_that_fails_does_not_hide_why_the_load_failed(server, tmp_path, m
 def test_bounds_are_said_before_anything_is_sent(server, tmp_path):
     _, said = take(server, tmp_path, concurrency=2)
     assert said[0] == "about 9 decode steps on 2 ranks: at most 17 MB of traces"
-    assert bounds(1, 5, 32, ranks=8) == (155, 160 * 8 * 600_000)
-    assert bounds(64, 64, 8, ranks=2, stacks=True) == (7, 71 * 2 * 12_000_000)
+    assert Load(1, 5, 128, 32).bounds(ranks=8) == (155, 160 * 8 * 600_000)
+    assert Load(64, 64, 128, 8).bounds(ranks=2, stacks=True) == (7, 71 * 2 * 12_000_000)
+
+
+def test_a_further_capture_of_a_run_gets_a_name_of_its_own(tmp_path):
+    run, load = Run.create("x", tmp_path), Load(64, 64, 128, 8)
+    for name in ("c64", "c64-2", "c64-3"):
+        assert place(run, load) == run.path / "captures" / name
+        place(run, load).mkdir(parents=True)
+    assert place(run, Load(1, 5, 128, 32)).name == "c1"
 
 
 def test_stacks_are_warned_of_before_and_after(server, tmp_path):

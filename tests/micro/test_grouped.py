@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from k25lib.micro import gemm, kernels
+from k25lib.micro import gemm, kernels, workloads
 
 TASK = {
     "name": "routed gate_up", "m": 5, "n": 128, "k": 256, "batch": 8, "dtype": "int4", "group_size": 32,
@@ -29,7 +29,7 @@ SCHEMA = (
 def test_align_gives_every_token_slot_once_in_a_block_of_its_expert(m, experts, top_k, block, seed):
     torch.manual_seed(seed)
     ids = torch.rand(m, experts).topk(min(top_k, experts)).indices
-    slots, blocks, length = gemm.align(ids, block, experts)
+    slots, blocks, length = workloads.align(ids, block, experts)
     used = slots[: length.item()]
     assert length.item() % block == 0
     assert sorted(used[used < ids.numel()].tolist()) == list(range(ids.numel()))
@@ -44,15 +44,15 @@ def test_align_gives_every_token_slot_once_in_a_block_of_its_expert(m, experts, 
 @settings(max_examples=30, deadline=None)
 def test_routing_keeps_top_k_distinct_experts_a_token(m, seed):
     torch.manual_seed(seed)
-    for ids in gemm.route(m, 16, 4, 3, distinct=True):
+    for ids in workloads.route(m, 16, 4, 3, distinct=True):
         assert ids.shape == (m, 4)
         assert all(len(set(row)) == 4 for row in ids.tolist())
 
 
 def test_cold_launches_take_other_experts_until_all_are_used():
-    routings = gemm.route(1, 384, 8, 48, distinct=True)
+    routings = workloads.route(1, 384, 8, 48, distinct=True)
     assert len(torch.cat(routings).unique()) == 384
-    warm = gemm.route(1, 384, 8, 5, distinct=False)
+    warm = workloads.route(1, 384, 8, 5, distinct=False)
     assert all((ids == warm[0]).all() for ids in warm)
 
 
@@ -92,7 +92,7 @@ def server(monkeypatch):
     monkeypatch.setitem(sys.modules, package.__name__, package)
     monkeypatch.setitem(sys.modules, "vllm.scalar_type", scalars)
     monkeypatch.setattr(kernels, "vllm_ops", lambda: (torch.ops.k25moe, torch.ops.k25moe))
-    monkeypatch.setattr(gemm, "vllm_ops", lambda: (torch.ops.k25moe, torch.ops.k25moe))
+    monkeypatch.setattr(workloads, "vllm_ops", lambda: (torch.ops.k25moe, torch.ops.k25moe))
     yield
     library._destroy()
 
@@ -101,10 +101,10 @@ def server(monkeypatch):
 @pytest.mark.parametrize("state", ["cold", "warm"])
 @pytest.mark.parametrize("cache_bytes", [1000, 200_000])  # the latter needs the experts of more than one layer
 def test_the_grouped_call_is_right_against_float32(server, monkeypatch, role, state, cache_bytes):
-    monkeypatch.setattr(gemm, "grouped_kernel", gemm.marlin_grouped)
+    monkeypatch.setattr(workloads, "grouped_kernel", workloads.marlin_grouped)
     torch.manual_seed(0)
     task = TASK | {"role": role, "state": state}
-    work = gemm.grouped_workload(task, "cpu", cache_bytes, 2**30)
+    work = workloads.grouped_workload(task, "cpu", cache_bytes, 2**30)
     assert work.kernel.name == "moe_wna16_marlin_gemm"
     mean, largest = work.check()
     assert mean < gemm.MEAN_BOUND
@@ -117,7 +117,7 @@ def test_the_grouped_call_is_right_against_float32(server, monkeypatch, role, st
 @pytest.mark.parametrize("role", ["gate_up", "down"])
 def test_one_call_an_expert_is_right_too(dtype, role):
     torch.manual_seed(0)
-    work = gemm.grouped_workload(TASK | {"role": role, "dtype": dtype}, "cpu", 1000, 2**30)
+    work = workloads.grouped_workload(TASK | {"role": role, "dtype": dtype}, "cpu", 1000, 2**30)
     mean, largest = work.check()
     assert "one call an expert" in work.kernel.name
     assert mean < gemm.MEAN_BOUND
@@ -125,7 +125,7 @@ def test_one_call_an_expert_is_right_too(dtype, role):
 
 
 def test_bytes_are_those_of_the_touched_experts():
-    work = gemm.grouped_workload(TASK | {"m": 1}, "cpu", 1000, 2**30)
+    work = workloads.grouped_workload(TASK | {"m": 1}, "cpu", 1000, 2**30)
     weights = 128 * 256 / 2 + 128 * 256 / 32 * 2
     assert work.batch == 3
     assert work.bytes == 3 * weights + (1 * 256 + 3 * 128) * 2
@@ -134,7 +134,7 @@ def test_bytes_are_those_of_the_touched_experts():
 
 def test_too_little_memory_is_said():
     with pytest.raises(kernels.NotRun, match="the limit is 0.00 GB"):
-        gemm.grouped_workload(TASK, "cpu", 1000, 1000)
+        workloads.grouped_workload(TASK, "cpu", 1000, 1000)
     dense = {"name": "x", "m": 1, "n": 64, "k": 64, "batch": 1, "dtype": "bf16", "state": "cold"}
     with pytest.raises(kernels.NotRun, match="cold needs"):
-        gemm.dense_workload(dense, "cpu", 10**9, 10**6)
+        workloads.dense_workload(dense, "cpu", 10**9, 10**6)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from k25lib.errors import K25Error, UsageError
-from k25lib.micro import launch
+from k25lib.micro import launch, remote
 
 PLANTED = str(Path(__file__).parent / "planted")
 TASK = {"name": "o_proj", "m": 1, "n": 256, "k": 128, "batch": 1, "dtype": "bf16", "group_size": None}
@@ -148,7 +148,7 @@ def test_ssh_gets_one_word_a_quoted_argument(tmp_path):
     ],
 )
 def test_a_container_is_given_a_stdin(prefix, command):
-    assert launch.prefix_of(prefix) == command
+    assert remote.prefix_of(prefix) == command
 
 
 @pytest.mark.slow

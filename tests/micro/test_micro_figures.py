@@ -105,13 +105,12 @@ def test_exchange_sets_two_all_to_alls_against_one_allreduce():
     assert row["dispatch+combine / allreduce"] == 1.5
 
 
-def test_burst_stands_beside_trace_and_reference(tmp_path):
-    (tmp_path / "a.toml").write_text('[campaign]\nname = "old"\n[burst]\ncalls = 122\nms = 6.81\n')
+def test_burst_stands_beside_trace_and_reference():
     frame = pd.DataFrame([call("allreduce", 14336, 7.0, purpose="burst", batch=1.0, burst_ms=0.854)])
     breakdown = pd.DataFrame(
         [{"capture": "c1", "category": "allreduce_nccl", "batch": "1", "ms": 0.962, "calls": 123.0, "rank": 0}]
     )
-    known = collectives.reference(tmp_path)
+    known = collectives.reference({"a": {"campaign": {"name": "old"}, "burst": {"calls": 122, "ms": 6.81}}})
     figure = collectives.burst(frame, collectives.traced(breakdown), known)
     assert [list(bar.x) for bar in figure.data] == [[0.854], [0.962], [6.81]]
     assert [bar.text[0] for bar in figure.data] == ["7 us", "7.82 us", "55.8 us"]

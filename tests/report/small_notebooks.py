@@ -3,8 +3,6 @@
 import nbformat
 import papermill as pm
 
-FIGURE = """import plotly.graph_objects as go
-go.Figure(go.Bar(x=["a", "b"], y=[1.0, 2.0]), layout={"title": {"text": "Step by part"}, "height": 300})"""
 RAW_FIGURE = """display({"application/vnd.plotly.v1+json": {"data": [], "layout": {"title": "Raw"}}}, raw=True)"""
 PLOTLY = "application/vnd.plotly.v1+json"
 

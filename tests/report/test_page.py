@@ -6,9 +6,11 @@ import json
 import re
 
 import nbformat
+import pandas as pd
+import plotly.graph_objects as go
 import pytest
 from bs4 import BeautifulSoup
-from small_notebooks import FIGURE, RAW_FIGURE, execute, shown, written
+from small_notebooks import RAW_FIGURE, execute, shown, written
 
 from k25lib.report import notebook
 from k25lib.report.page import write_page
@@ -33,10 +35,18 @@ def unpacked(soup, name):
 
 @pytest.fixture(scope="module")
 def executed(tmp_path_factory):
+    """The first as if executed, with what pandas and plotly give a notebook; the second by papermill, which marks a
+    failure in cells of its own."""
     folder = tmp_path_factory.mktemp("executed")
-    table = "import pandas as pd\npd.DataFrame({'kernel': ['gemm<int>'], 'ms': [1.5]})"
+    table = pd.DataFrame({"kernel": ["gemm<int>"], "ms": [1.5]})
+    figure = go.Figure(go.Bar(x=["a", "b"], y=[1.0, 2.0]), layout={"title": {"text": "Step by part"}, "height": 300})
+    outputs = [
+        nbformat.v4.new_output("stream", text="up\n"),
+        shown(figure=notebook.json_of(figure)),
+        shown(html=table._repr_html_(), plain=repr(table)),
+    ]
     return [
-        execute(folder / "01_service_check.ipynb", "# Is it up?\n\nArea $a^2$.", "print('up')", FIGURE, table),
+        written(folder / "01_service_check.ipynb", *outputs, text="# Is it up?\n\nArea $a^2$."),
         execute(folder / "02_macro.failed.ipynb", "# How fast?", RAW_FIGURE, "1/0", fails=True),
     ]
 

@@ -3,7 +3,7 @@
 import pandas as pd
 import plotly.graph_objects as go
 
-from k25lib.report.figures.style import colour, layout
+from k25lib.report.figures.style import colour, empty, largest_first, layout, top_to_bottom
 from k25lib.report.tables import over_ranks
 from k25lib.trace.breakdown import fold
 
@@ -26,7 +26,7 @@ def step(categories, steps):
     ]
     categories = categories.merge(steps[["capture", "rank"]])
     kernels, wall = _label(categories) + ": kernels", _label(steps) + ": wall"
-    for category in categories.groupby("category")["ms"].sum().sort_values(ascending=False).index:
+    for category in largest_first(categories, "category", "ms"):
         mine = categories["category"] == category
         figure.add_bar(**_bar(category, kernels[mine], categories["ms"][mine], colour(category)))
     figure.add_bar(**_bar("busy", wall, steps["busy_ms"], "#6B7F99"))
@@ -38,7 +38,7 @@ def step(categories, steps):
     height = 190 + 44 * len(names) + 20 * (entries // 5)
     figure.update_layout(**layout("A decode step: kernels by category, and wall time", height), barmode="stack")
     figure.update_layout(margin={"t": 70 + 22 * (1 + entries // 4)})
-    figure.update_yaxes(categoryorder="array", categoryarray=names[::-1], automargin=True)
+    top_to_bottom(figure, names)
     return figure.update_xaxes(title="ms per decode step")
 
 
@@ -65,7 +65,7 @@ def groupings(frame, published, categories=None):
         bar = f"published, by {group}"
         rows += [{"bar": bar, "category": c, "ms": ms, "percent": 100 * ms / whole} for c, ms in parts.items()]
     frame = pd.DataFrame(rows)
-    for category in frame.groupby("category")["percent"].sum().sort_values(ascending=False).index:
+    for category in largest_first(frame, "category", "percent"):
         mine = frame[frame["category"] == category]
         bar = _bar(category, mine["bar"], mine["percent"], colour(category))
         bar["hovertemplate"] = "%{y}<br>" + category + ": %{x:.1f} %, %{customdata:.3f} ms<extra></extra>"
@@ -77,7 +77,7 @@ def groupings(frame, published, categories=None):
         **layout(title, 180 + 46 * len(names)), barmode="stack", uniformtext={"minsize": 9, "mode": "hide"}
     )
     figure.update_layout(margin={"t": 120})
-    figure.update_yaxes(categoryorder="array", categoryarray=names[::-1], automargin=True)
+    top_to_bottom(figure, names)
     return figure.update_xaxes(title="percent of kernel time", range=[0, 101])
 
 
@@ -95,7 +95,7 @@ def lanes(rows, ranks=None):
     rows = rows[rows["rank"].isin(sorted(rows["rank"].unique())[:ranks])]
     most = max(1, 8 // rows["rank"].nunique()) if rows["rank"].nunique() > 2 else 4
     rows = rows.assign(lane=_lanes(rows, most))
-    for category in rows.groupby("category")["dur_us"].sum().sort_values(ascending=False).index:
+    for category in largest_first(rows, "category", "dur_us"):
         mine = rows[rows["category"] == category]
         figure.add_bar(
             name=category,
@@ -114,7 +114,7 @@ def lanes(rows, ranks=None):
         bargap=0.25,
     )
     figure.update_layout(margin={"t": 130})
-    figure.update_yaxes(categoryorder="array", categoryarray=names[::-1], automargin=True)
+    top_to_bottom(figure, names)
     return figure.update_xaxes(title="us from the step's first kernel on any rank", tickformat=",d")
 
 
@@ -148,7 +148,7 @@ def kernels(rows, most=20):
         )
     figure.update_layout(**layout(title, 160 + 26 * len(rows)), barmode="overlay")
     figure.update_layout(margin={"t": 110})
-    figure.update_yaxes(categoryorder="array", categoryarray=names[::-1], automargin=True, tickfont={"size": 11})
+    top_to_bottom(figure, names).update_yaxes(tickfont={"size": 11})
     return figure.update_xaxes(title="ms per decode step", range=[0, 1.25 * rows["ms"].max()])
 
 
@@ -169,7 +169,7 @@ def skew(rows):
         figure.add_bar(**_bar("not told apart (no partner)", names, unpaired, "#8C8C8C"))
     title = "Collectives: transfer and waiting for other ranks"
     figure.update_layout(**layout(title, 150 + (34 if len(rows) <= 12 else 20) * len(rows)), barmode="stack")
-    figure.update_yaxes(categoryorder="array", categoryarray=list(names)[::-1], automargin=True)
+    top_to_bottom(figure, names)
     return figure.update_xaxes(title="ms per decode step")
 
 
@@ -208,6 +208,5 @@ def _lanes(rows, most):
 
 
 def _nothing(figure, title):
-    text = "no decode step in these captures: nothing to show"
     figure.update_layout(**layout(title, 180), xaxis={"visible": False}, yaxis={"visible": False})
-    return figure.add_annotation(text=text, showarrow=False, x=0.5, y=0.5, xref="paper", yref="paper")
+    return empty(figure, "no decode step in these captures: nothing to show")

@@ -1,15 +1,12 @@
 """Figures of the table `collectives`: latency against size, the burst, variants, skew, All-to-All against AllReduce."""
 
 import json
-import tomllib
-from pathlib import Path
 
 import pandas as pd
 import plotly.graph_objects as go
 
 from k25lib.micro.fit import fit
-
-from .style import layout, log_ticks
+from k25lib.report.figures.style import empty, layout, log_ticks
 
 COLOURS = {
     "allreduce": "#72B7B2",
@@ -57,7 +54,7 @@ def latency(frame):
     figure.update_xaxes(title="message, bytes (powers of two: KiB, MiB)", type="log", **_ticks(good))
     figure.update_yaxes(title="us a call, median over ranks", type="log")
     if good.empty:
-        return _empty(figure)
+        return empty(figure)
     figure.update_yaxes(**log_ticks(good["time_us_median"]))
     for op, rows in good.groupby("op", sort=False):
         rows = rows.drop_duplicates("bytes").sort_values("bytes")
@@ -109,7 +106,7 @@ def burst(frame, traced=None, reference=None):
     figure.update_layout(margin={"l": 220})
     figure.update_xaxes(title="ms a step (label: us a call)")
     if not bars:
-        return _empty(figure)
+        return empty(figure)
     names = {"here": "benchmark, this machine", "trace": "in a trace", "reference": "published, other hardware"}
     for source, shade in (("here", "#72B7B2"), ("trace", "#3A8F89"), ("reference", "#BAB0AC")):
         mine = [bar for bar in bars if bar[3] == source]
@@ -138,16 +135,16 @@ def traced(breakdown):
     return {f"{c}, {kind}, M={m}": (row.ms, row.ms / row.calls * 1e3) for (c, kind, m), row in means.iterrows()}
 
 
-def reference(folder):
-    """The published campaigns' AllReduce, for `burst`: the burst, and each row of their profiles."""
+def reference(campaigns):
+    """AllReduce of published campaigns, for `burst`: {label: (ms a step, us a call)}, of a campaign's burst and of the
+    kernel in its profile. campaigns: as findings.campaigns.references has them."""
     found = {}
-    for path in sorted(Path(folder).glob("*.toml")):
-        data = tomllib.loads(path.read_text())
-        name = data.get("campaign", {}).get("name", path.stem)
-        if burst := data.get("burst"):
+    for campaign in campaigns.values():
+        name = campaign["campaign"]["name"]
+        if burst := campaign.get("burst"):
             found[f"{name}: burst"] = (burst["ms"], burst["ms"] / burst["calls"] * 1e3)
-        for row in data.get("allreduce", []):
-            if row.get("kind") == "kernel":
+        for row in campaign.get("allreduce", []):
+            if row["kind"] == "kernel":
                 found[f"{name}: profile"] = (row["ms"], row["us"])
     return found
 
@@ -160,7 +157,7 @@ def variants(frame):
     figure.update_layout(margin={"l": 250})
     figure.update_xaxes(title="us a call", rangemode="tozero")
     if good.empty:
-        return _empty(figure, "no variant has a time (they need NCCL)")
+        return empty(figure, "no variant has a time (they need NCCL)")
     good = good.assign(variant=good["environment"].map(_variant))
     order = good[good["bytes"] == good["bytes"].min()].sort_values("time_us_median", ascending=False)["variant"]
     for size, rows in good.groupby("bytes"):
@@ -186,7 +183,7 @@ def skew(frame):
     figure.update_xaxes(title="message, bytes", type="log", **_ticks(good))
     figure.update_yaxes(title="(slowest - fastest rank) / median, %")
     if good.empty:
-        return _empty(figure)
+        return empty(figure)
     for op, rows in good.groupby("op", sort=False):
         figure.add_scatter(
             x=rows["bytes"],
@@ -233,7 +230,7 @@ def exchange_figure(frame):
     figure.update_xaxes(title="M, tokens a step", type="category")
     figure.update_yaxes(title="us an exchange")
     if rows.empty:
-        return _empty(figure)
+        return empty(figure)
     for column, name, shade in (
         ("allreduce_us", "AllReduce", COLOURS["allreduce"]),
         ("alltoall_us", "one All-to-All, same bytes", COLOURS["alltoall"]),
@@ -271,8 +268,3 @@ def _where(frame):
     return f", {world} ranks" + (
         "" if frame["comparable"].eq(True).any() else " (gloo on CPUs: functional, not comparable)"
     )
-
-
-def _empty(figure, text="no row has a time: see the failures"):
-    figure.add_annotation(text=text, showarrow=False, font={"size": 15})
-    return figure

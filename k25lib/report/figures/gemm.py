@@ -3,7 +3,7 @@
 import pandas as pd
 import plotly.graph_objects as go
 
-from .style import colour, layout, log_ticks
+from k25lib.report.figures.style import colour, empty, layout, log_ticks
 
 COLUMNS = ["name", "m", "n", "k", "dtype", "kernel", "state", "time_us_median", "time_us_iqr", "gb_s"]
 COLUMNS += ["percent_of_peak", "bound", "calls_per_step", "ms_per_step", "share_percent", "noisy"]
@@ -51,7 +51,7 @@ def roofline(frame, batch):
     figure.update_xaxes(title="intensity, FLOP per byte", type="log", dtick=1)
     figure.update_yaxes(title="rate, TFLOP/s", type="log", dtick=1)
     if good.empty:
-        return _empty(figure)
+        return empty(figure)
     intensity = good["tflop_s"] / good["gb_s"] * 1e3
     share = good["ms_per_step"] / good["ms_per_step"].sum()
     first = good.iloc[0]
@@ -93,7 +93,7 @@ def shares(frame, batch):
     figure.update_layout(barmode="overlay", margin={"l": 150})
     figure.update_xaxes(title="ms a step on one rank")
     if rows.empty:
-        return _empty(figure)
+        return empty(figure)
     figure.add_bar(
         y=rows["name"],
         x=rows["ms_per_step"],
@@ -128,7 +128,7 @@ def experts(frame):
     figure.update_xaxes(title="M, tokens a step", type="log", dtick="L1" if len(good) < 3 else None)
     figure.update_yaxes(title="us a launch", type="log")
     if good.empty:
-        return _empty(figure)
+        return empty(figure)
     figure.update_yaxes(**log_ticks(good["time_us_median"]))
     figure.update_xaxes(tickvals=sorted(good["m"].unique()))
     styles = {"routed gate_up": "#F58518", "routed down": "#4C78A8"}
@@ -176,7 +176,7 @@ def against_trace(frame, traced):
     figure.update_layout(**layout("GEMM time of a decode step: benchmarks against the trace", 400), barmode="stack")
     figure.update_yaxes(title="ms a step on one rank")
     if good.empty and traced.empty:
-        return _empty(figure)
+        return empty(figure)
     mine = good.groupby(["m", "category"])["ms_per_step"].sum().reset_index() if not good.empty else pd.DataFrame()
     parts = [("alone", mine, "m", "ms_per_step"), ("trace", traced, "batch", "ms")]
     for category in ("moe_gemm", "gemm"):
@@ -192,9 +192,4 @@ def against_trace(frame, traced):
             marker_color=colour(category),
             texttemplate="%{y:.2f}",
         )
-    return figure
-
-
-def _empty(figure):
-    figure.add_annotation(text="no row has a time: see the failures", showarrow=False, font={"size": 15})
     return figure

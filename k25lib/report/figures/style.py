@@ -66,3 +66,20 @@ def layout(title, height_px=420, **more):
         "height": height_px,
         **more,
     }
+
+
+def empty(figure, text="no row has a time: see the failures"):
+    """The figure with nothing but a sentence in its middle."""
+    return figure.add_annotation(
+        text=text, showarrow=False, font={"size": 15}, x=0.5, y=0.5, xref="paper", yref="paper"
+    )
+
+
+def top_to_bottom(figure, names):
+    """The figure with its y axis's categories in the order of `names`, the first on top, and room for long ones."""
+    return figure.update_yaxes(categoryorder="array", categoryarray=list(names)[::-1], automargin=True)
+
+
+def largest_first(frame, by, column):
+    """The values of the column `by`, those with the largest sum of `column` first, as a list."""
+    return list(frame.groupby(by)[column].sum().sort_values(ascending=False).index)

@@ -4,7 +4,7 @@ import textwrap
 
 import plotly.graph_objects as go
 
-from k25lib.report.figures.style import colour, layout
+from k25lib.report.figures.style import colour, largest_first, layout
 
 _NO_LEGEND = {"showlegend": False, "margin": {"l": 70, "r": 40, "t": 54, "b": 60}}
 _SLOWER, _FASTER, _TOTAL, _UNEXPLAINED = "#C44E52", "#3A8F6B", "#4C78A8", "#8C8C8C"
@@ -89,7 +89,7 @@ def step_by_category(frame):
 
     The line on each bar (`step`) marks the step's wall time: where kernels overlap, the bar is longer.
     """
-    order = frame.groupby("category").ms.sum().sort_values(ascending=False).index
+    order = largest_first(frame, "category", "ms")
     order = [name for name in order if name != "idle"] + ["idle"] * ("idle" in order)
     steps = frame.groupby("step", sort=False).agg(wall_ms=("wall_ms", "first"), ms=("ms", "sum"))
     names = [_wrapped(name) for name in steps.index]
