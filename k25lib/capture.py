@@ -1,15 +1,13 @@
 """The capture protocol: warm up, start the profiler, send requests, stop, and trust only whole files.
 
 The profiler's endpoints answer with an empty body, and 200 does not mean that a trace exists: one whole file per rank
-of the capture's world size is the proof (under nsys: one report with kernels of every GPU).
+of the capture's world size is the proof. Under nsys there is none yet: `nsys_reports` fetches it later.
 """
 
 import itertools
 import json
 import re
-import shlex
 import shutil
-import subprocess
 import sys
 import threading
 import time
@@ -23,17 +21,16 @@ from isal import isal_zlib
 from k25lib.client import Client
 from k25lib.errors import K25Error, UsageError
 from k25lib.load.sweep import send
-from k25lib.server.startup import last_line
-from k25lib.trace import nsys
 
 METHOD = 2  # goes up when a number of a capture would change; 2: the unprofiled TPOT is not of the warm-up
-WRITTEN = {"torch": re.compile(r"\.(pt\.)?trace\.json(\.gz)?$"), "nsys": re.compile(r"\.nsys-rep$")}
+PROFILERS = ("torch", "nsys")
+TRACE = re.compile(r"\.(pt\.)?trace\.json(\.gz)?$")
 TABLE = re.compile(r"profiler_out.*\.txt$")
 DECODE = re.compile(rb'"user_annotation",\s*"name":\s*"execute_(?:\d+_)?context_0\([^"]*\)_generation_[1-9]')
 BYTES_PER_STEP_AND_RANK = 600_000  # gzipped, above what was seen: 56 kB on H200 at TP=2, 500 kB on eight PCIe GPUs
 STACKS_FACTOR = 20  # with Python stacks traces are that much larger, and stopping takes ten times as long
-SETTLE_S = {"torch": 1.0, "nsys": 5.0}  # a file whose size stands still this long has been written
-FILES_S = {"torch": 120.0, "nsys": 900.0}  # how long to wait, after stop, for the last file; nsys makes it only then
+SETTLE_S = 1.0  # a file whose size stands still this long has been written
+FILES_S = 120.0  # how long to wait, after stop, for the last file
 
 
 @dataclass(frozen=True)
@@ -72,11 +69,12 @@ def capture(
     say: takes each line of progress (default: stderr). Returns a dict, also written to `target`/capture.json: name,
     the load, files (file, bytes, rank, decode_steps, fault), tables, world_size, ranks, missing_ranks, when it started,
     how long start and stop took in s, and the mean TPOT in ms with and without the profiler. Raises K25Error if no
-    whole trace came of it; the profiler is stopped in any case.
+    whole trace came of it; the profiler is stopped in any case. Under nsys the record has no files yet, and says in
+    `pending` where the report will be.
     """
     say = say or (lambda text: print(text, file=sys.stderr, flush=True))
-    if profiler not in WRITTEN:
-        raise UsageError(f"the profiler is {' or '.join(WRITTEN)}, not {profiler!r}")
+    if profiler not in PROFILERS:
+        raise UsageError(f"the profiler is {' or '.join(PROFILERS)}, not {profiler!r}")
     client, traces, target = Client(url), Path(traces), Path(target)
     if not traces.is_dir():
         raise K25Error(
@@ -97,12 +95,18 @@ def capture(
     say(f"warm-up: {what}; then the same, timed, profiler off")
     load.send(url, model)
     plain = load.send(url, model)
-    before = _listing(traces, profiler)
+    before = _listing(traces)
     with _profiling(client, stop_timeout_s, say) as times:
         say(f"profiling {what}, {load.output_tokens} tokens each")
         profiled = load.send(url, model)
-    say("waiting for the trace files to be whole")
-    files = _whole_files(traces, before, world_size, profiler)
+    if profiler == "nsys":
+        say("nsys writes its report when the server ends; the breakdown fetches it then")
+        target.mkdir(parents=True, exist_ok=True)
+        files = {"files": [], "tables": [], "world_size": world_size, "ranks": [], "missing_ranks": []}
+        files["pending"] = {"traces": str(traces.resolve()), "earlier": sorted(p.name for p in traces.iterdir())}
+    else:
+        say("waiting for the trace files to be whole")
+        files = _move(_whole_files(traces, before, world_size), target, world_size, say)
     record = {
         "name": target.name,
         "method": METHOD,
@@ -111,16 +115,21 @@ def capture(
         "tpot_ms": _mean_tpot(plain),
         "tpot_profiled_ms": _mean_tpot(profiled),
         **times,
-        **_move(files, target, world_size, say),
+        **files,
     }
-    (target / "capture.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_record(target, record)
     return record
+
+
+def write_record(folder, record):
+    """Write what is known of the capture in `folder` to its capture.json."""
+    (folder / "capture.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 @contextmanager
 def _profiling(client, stop_timeout_s, say):
     """The profiler runs inside the block, and is stopped whatever happens there. Yields a dict of times."""
-    times = {"started": datetime.now(UTC).isoformat(timespec="seconds")}
+    times = {"started": datetime.now(UTC).isoformat(timespec="milliseconds")}
     began, whole = time.monotonic(), False
     try:
         client.start_profile()
@@ -139,6 +148,7 @@ def _profiling(client, stop_timeout_s, say):
         finally:
             done.set()
         times["stop_s"] = round(time.monotonic() - began, 3)
+        times["ended"] = datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 def _tell_waiting(done, began, limit_s, say):
@@ -158,33 +168,31 @@ def _check_disk(size, *folders):
             )
 
 
-def _listing(folder, profiler):
+def _listing(folder):
     """Trace and table files of a folder: path -> (bytes, modification time in ns)."""
-    found = [p for p in folder.iterdir() if WRITTEN[profiler].search(p.name) or TABLE.search(p.name)]
+    found = [p for p in folder.iterdir() if TRACE.search(p.name) or TABLE.search(p.name)]
     return {p: (p.stat().st_size, p.stat().st_mtime_ns) for p in found}
 
 
-def _whole_files(traces, before, world_size, profiler):
+def _whole_files(traces, before, world_size):
     """The files that the capture wrote, once none of them grows: new ones, and tables written over."""
-    deadline = time.monotonic() + FILES_S[profiler]
+    deadline = time.monotonic() + FILES_S
     last = None
     while True:
-        now = {path: stat for path, stat in _listing(traces, profiler).items() if before.get(path) != stat}
-        found = [p for p in now if WRITTEN[profiler].search(p.name)]
-        told = max((_head(p).get("world_size", 0) for p in found), default=0) if profiler == "torch" else 1
-        expected = told or world_size
+        now = {path: stat for path, stat in _listing(traces).items() if before.get(path) != stat}
+        found = [p for p in now if TRACE.search(p.name)]
+        expected = max((_head(p).get("world_size", 0) for p in found), default=0) or world_size
         if now and now == last and len(found) >= max(expected, 1):
             return sorted(now)
         if time.monotonic() > deadline:
             if found:
                 return sorted(now)  # some rank is missing: told with the capture
-            with_what = "run under nsys with --capture-range=cudaProfilerApi, its output in"
             raise K25Error(
-                f"the profiler was stopped, and no trace appeared in {traces} within {FILES_S[profiler]:.0f} s: was "
-                f"the server {with_what if profiler == 'nsys' else 'started with torch_profiler_dir ='} that folder?"
+                f"the profiler was stopped, and no trace appeared in {traces} within {FILES_S:.0f} s: was the server "
+                "started with torch_profiler_dir = that folder?"
             )
         last = now
-        time.sleep(SETTLE_S[profiler])
+        time.sleep(SETTLE_S)
 
 
 def _move(files, target, world_size, say):
@@ -195,8 +203,6 @@ def _move(files, target, world_size, say):
         shutil.move(path, new)
         if TABLE.search(new.name):
             tables.append(new.name)
-        elif WRITTEN["nsys"].search(new.name):
-            moved += _exported(new, say)
         else:
             head, (steps, fault) = _head(new), _read(new)
             size = new.stat().st_size
@@ -207,9 +213,14 @@ def _move(files, target, world_size, say):
     if any([file.pop("stacks", False) for file in moved]):
         say('the traces hold Python stacks: the profiled times are far off; use "torch_profiler_with_stack":false')
     world_size = max(file.pop("world_size", 0) for file in moved) or world_size
-    ranks = sorted({m["rank"] for m in moved if m["rank"] is not None and not m["fault"]})
+    return {"files": moved, "tables": tables, **of_ranks(moved, world_size)}
+
+
+def of_ranks(files, world_size):
+    """Which ranks of `world_size` the whole ones of a capture's files are of: {world_size, ranks, missing_ranks}."""
+    ranks = sorted({m["rank"] for m in files if m["rank"] is not None and not m["fault"]})
     missing = [rank for rank in range(world_size) if rank not in ranks]
-    return {"files": moved, "tables": tables, "world_size": world_size, "ranks": ranks, "missing_ranks": missing}
+    return {"world_size": world_size, "ranks": ranks, "missing_ranks": missing}
 
 
 def _head(path):
@@ -246,25 +257,6 @@ def _read(path):
     if gz and not inflate.eof:
         return steps, "its compressed data ends early"
     return steps, "" if tail.rstrip()[-1:] in (b"}", b"]") else "its JSON is not closed"
-
-
-def _exported(report, say):
-    """The files of an nsys report: exported to SQLite here if nsys is here, one row a GPU; else the report itself, and
-    how to export it is said."""
-    base = {"bytes": report.stat().st_size, "rank": None, "decode_steps": None, "fault": ""}
-    words = ["nsys", "export", "--type", "sqlite", "--output", str(report.with_suffix(".sqlite")), str(report)]
-    if not shutil.which("nsys"):
-        say(f"nsys is not here: where it is, run `{shlex.join(words)}`, then `k25 breakdown {words[5]}`")
-        return [{"file": report.name, **base}]
-    done = subprocess.run(words, capture_output=True, text=True)
-    database = Path(words[5])
-    if done.returncode or not database.is_file():
-        return [{"file": report.name, **base, "fault": f"nsys export failed: {last_line(done.stderr or done.stdout)}"}]
-    base = {"file": database.name, **base, "bytes": database.stat().st_size}
-    try:
-        return [{**base, "rank": rank["rank"]} for rank in nsys.peek(database)]  # counted as the breakdown counts them
-    except K25Error as error:
-        return [{**base, "fault": str(error)}]
 
 
 def _mean_tpot(rows):

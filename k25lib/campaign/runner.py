@@ -116,6 +116,8 @@ class Runner:
                 raise (error if first else Unavailable(str(error))) from None
         elif phase.needs == "free":
             self.server.free()
+        elif phase.table == "breakdown":
+            self.server.flush()
 
     def _keep_server_log(self):
         """A copy of the server's log belongs to the run, where we can read it."""

@@ -100,6 +100,9 @@ class External:
                 'called with there, such as "ssh -o BatchMode=yes host /venv/bin/python"'
             )
 
+    def flush(self):
+        """Nothing to do: what its profiler holds back until it ends is written when its owner ends it."""
+
     def died(self):
         """What is known of a server that stopped answering: nothing, it is not ours."""
         return ""
@@ -154,6 +157,12 @@ class Controlled(External):
             self._check_place(self.python)
             self.mode = "stopped"  # before it is: a stop that is cut off must be made good too
         self.control.stop()
+
+    def flush(self):
+        """Have what the profiler holds back written: nsys writes its reports when the server ends."""
+        if self.mode == "profiling" and self.profiler == "nsys":
+            self.mode = "stopped"
+            self.control.stop()
 
     def died(self):
         """Whether its process has gone; its log says more."""
@@ -253,6 +262,9 @@ class Own:
     def free(self):
         """Stop it: two cores are few."""
         self.close()
+
+    def flush(self):
+        """Nothing to do: vLLM's own profiler has written everything when it is stopped."""
 
     def died(self):
         """The last error of its log in one line, if it died."""

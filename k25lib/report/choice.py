@@ -8,6 +8,7 @@ from IPython.display import display
 from k25lib.errors import K25Error, UsageError
 from k25lib.findings import steps
 from k25lib.findings.compare import readable
+from k25lib.nsys_reports import fetch
 from k25lib.report import tables
 from k25lib.report.notebook import PLOTLY, json_of
 from k25lib.run import Run
@@ -29,6 +30,8 @@ class Choice:
     def traces(self):
         """Where the traces of the chosen captures are: {capture: path}; a path may stand for a capture."""
         known = self.run.captures()
+        if made := fetch([path for name, path in known.items() if self.capture in ("", name)]):
+            self.run.update(captures=made)
         if self.capture and self.capture not in known:
             path = Path(self.capture).resolve()
             own = known.get(path.name)

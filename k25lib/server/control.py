@@ -9,6 +9,7 @@ import time
 import tomllib
 import weakref
 from contextlib import suppress
+from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryFile, mkdtemp
@@ -23,7 +24,7 @@ from k25lib.server.watch import LogCommand, wait_until_ready
 
 STRINGS = ("start", "stop", "running", "mark", "logs", "exec", "python")
 VALUES = ("command", "log", "unit", "container", "cwd", "pid_file")
-STOP_LIMIT_S = 180.0
+STOP_LIMIT_S = 900.0  # a profiler writes for minutes: Python stacks, the reports of nsys
 SILENT_LIMIT_S = 60.0
 CHANGE_LIMIT_S = 7200.0  # some starts return only when the server is ready
 NSYS = (  # neither CPU samples nor the OS's calls: nobody reads them, and they slow the server
@@ -118,7 +119,8 @@ class Control:
         command = f"{_CONFIG.sub('', normal)} {flag}"
         self._look_up_flag(shlex.split(normal), traces)
         if profiler == "nsys":
-            command = f"{NSYS} {shlex.quote(f'{traces}/k25')} {command}"
+            reports = f"{traces}/k25-{datetime.now(UTC):%Y%m%dT%H%M%S}"  # nsys overwrites none
+            command = f"{NSYS} {shlex.quote(reports)} {command}"
             self._look_for_nsys(command)
         return self._with(command=command)
 

@@ -2,10 +2,7 @@
 
 import gzip
 import json
-import sqlite3
-import subprocess
 import threading
-from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -15,7 +12,6 @@ from k25lib.capture import Load, capture, place
 from k25lib.client import ProfilerMissing
 from k25lib.errors import K25Error
 from k25lib.run import Run
-from k25lib.trace import nsys
 
 STEPS = ["execute_context_1(8)_generation_0(0)", *["execute_context_0(0)_generation_1(1)"] * 3]
 
@@ -70,7 +66,7 @@ def server(tmp_path, monkeypatch):
         return [{"tpot_ms": 10.0 + len(made.sent), "ok": True}] * requests
 
     monkeypatch.setattr(capture_module, "send", send)
-    monkeypatch.setattr(capture_module, "SETTLE_S", {"torch": 0.05, "nsys": 0.05})
+    monkeypatch.setattr(capture_module, "SETTLE_S", 0.05)
     yield made
     made.http.shutdown()
     made.http.server_close()
@@ -121,7 +117,7 @@ def test_a_rank_that_writes_late_is_waited_for(server, tmp_path):
 
 
 def test_a_missing_rank_is_told(server, tmp_path, monkeypatch):
-    monkeypatch.setattr(capture_module, "FILES_S", {"torch": 0.5, "nsys": 0.5})
+    monkeypatch.setattr(capture_module, "FILES_S", 0.5)
     del server.writes[1]["rank1.1.pt.trace.json.gz"]
     record, _ = take(server, tmp_path)
     assert record["missing_ranks"] == [1]
@@ -146,29 +142,6 @@ def test_a_damaged_gzip_is_told_and_the_other_ranks_are_kept(server, tmp_path):
         (tmp_path / "run" / "c1").rename(tmp_path / "run" / f"damaged-{at}")
 
 
-def test_an_nsys_export_has_the_ranks_of_its_breakdown(tmp_path, monkeypatch):
-    report, database = tmp_path / "k25.1.nsys-rep", tmp_path / "k25.1.sqlite"
-    report.write_text("a report")
-    monkeypatch.setattr(capture_module.shutil, "which", lambda _: "/bin/nsys")
-    done = subprocess.CompletedProcess([], 0, "", "")
-    monkeypatch.setattr(capture_module.subprocess, "run", lambda *_, **__: done)
-    columns = "start, end, deviceId, streamId, correlationId, globalPid, shortName"
-    with closing(sqlite3.connect(database)) as into, into:
-        into.execute("CREATE TABLE StringIds (id INTEGER, value TEXT)")
-        into.execute(f"CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL ({columns})")
-    fault = f"{database} has no GPU kernels (0 rows in CUPTI_ACTIVITY_KIND_KERNEL): was anything running?"
-    files = capture_module._exported(report, print)
-    assert [(f["file"], f["rank"], f["fault"]) for f in files] == [(database.name, None, fault)]
-    rows = [(n, n + 1, 0, 7, n, process << 24, 1) for process in (1, 2) for n in range(4)]  # both call their GPU 0
-    with closing(sqlite3.connect(database)) as into, into:
-        into.executemany("INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
-    files = capture_module._exported(report, print)
-    assert [(f["file"], f["rank"], f["fault"]) for f in files] == [(database.name, rank, "") for rank in (0, 1)]
-    assert [f["rank"] for f in files] == [known["rank"] for known in nsys.peek(database)]
-    database.write_text("no database")
-    assert "cannot be read as an nsys export" in capture_module._exported(report, print)[0]["fault"]
-
-
 def test_json_that_does_not_close_is_told(server, tmp_path):
     server.writes[1]["rank1.1.pt.trace.json.gz"] = gzip.compress(b'{"traceEvents": [{"a": 1},')
     record, _ = take(server, tmp_path)
@@ -176,7 +149,7 @@ def test_json_that_does_not_close_is_told(server, tmp_path):
 
 
 def test_no_file_after_stop_is_an_error_that_names_the_folder(server, tmp_path, monkeypatch):
-    monkeypatch.setattr(capture_module, "FILES_S", {"torch": 0.5})
+    monkeypatch.setattr(capture_module, "FILES_S", 0.5)
     server.writes.clear()
     with pytest.raises(K25Error, match="no trace appeared in .*traces.*torch_profiler_dir"):
         take(server, tmp_path)

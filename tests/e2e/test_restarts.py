@@ -90,10 +90,12 @@ def test_a_capture_under_nsys(server, tmp_path, monkeypatch):
     nsys.write_text(f'#!/bin/sh\nexec {sys.executable} {PROJECT / "tests" / "server" / "nsys.py"} "$@"\n')
     nsys.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    words = ["--only", "01,05", "--set", "capture.profiler=nsys", *SMALL]
+    words = ["--only", "01,05,06", "--set", "capture.profiler=nsys", *SMALL]
     done = k25(tmp_path, "run", "--campaign", campaign, "--allow-restart", *words)
     assert done.returncode == 0, done.stderr
     records = only_run(tmp_path).manifest["captures"]
-    files = {name: [(f["file"], f["rank"]) for f in record["files"]] for name, record in records.items()}
-    assert files == {f"c{c}": [(f"k25.{n}.sqlite", rank) for rank in (0, 1)] for n, c in ((1, 1), (2, 8))}
+    assert [record["ranks"] for record in records.values()] == [[0, 1], [0, 1]]
+    names = {name: {f["file"].split(".", 1)[1] for f in record["files"]} for name, record in records.items()}
+    assert names == {"c1": {"1.sqlite"}, "c8": {"2.sqlite"}}
+    assert states(only_run(tmp_path))["06_breakdown"] == "ok"
     assert not Client(url).has_profiler()

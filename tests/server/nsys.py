@@ -1,5 +1,6 @@
-"""A stand-in for nsys: `profile` runs vLLM with its torch profiler, and writes a report for every range that this
-profiler was on; `export` writes what NVIDIA's exporter writes of a report, of two GPUs.
+"""A stand-in for nsys, which behaves as 2025.3 was seen to: `profile` runs vLLM (with its torch profiler), and writes
+a report for every range that this profiler was on, all of them once vLLM has ended; `export` writes what NVIDIA's
+exporter writes of a report, of two GPUs.
 
 It records its words in `nsys-calls` beside the reports.
 """
@@ -25,24 +26,27 @@ def profile(words):
     application[at] = json.dumps(torch | {"ignore_frontend": True})
     server = subprocess.Popen(application)
     signal.signal(signal.SIGTERM, lambda *_: server.terminate())
-    ranges = 0
+    ranges = []
     while server.poll() is None:
         time.sleep(0.1)
-        found = len(list(traces.glob("*.trace.json.gz"))) // 2
-        if found > ranges:
-            ranges = found
-            time.sleep(0.5)  # the report comes after /stop_profile has answered
-            out.with_name(f"{out.name}.{ranges}.nsys-rep").write_text("a report")
+        if len(list(traces.glob("*.trace.json.gz"))) // 2 > len(ranges):
+            ranges.append(time.time_ns() - 50_000_000)
+    for n, at_ns in enumerate(ranges, 1):
+        number = f".{n}" if len(ranges) > 1 else ""
+        out.with_name(f"{out.name}{number}.nsys-rep").write_text(f"a report of {at_ns}")
     return server.returncode
 
 
 def export(words):
     report, database = Path(words[-1]), words[words.index("--output") + 1]
-    if report.read_text() != "a report":
+    said, _, at_ns = report.read_text().rpartition(" ")
+    if said != "a report of":
         print("Importer error", file=sys.stderr)
         return 1
     with sqlite3.connect(database) as into:
         into.execute("CREATE TABLE StringIds (id INTEGER, value TEXT)")
+        into.execute("CREATE TABLE TARGET_INFO_SESSION_START_TIME (utcEpochNs INTEGER)")
+        into.execute("INSERT INTO TARGET_INFO_SESSION_START_TIME VALUES (?)", [int(at_ns)])
         into.execute(f"CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL ({KERNEL})")
         into.executemany("INSERT INTO StringIds VALUES (?, ?)", [(1, "k"), (2, "void k<int>()")])
         rows = [(1000 * n, 1000 * n + 500, device, 7, n, None, 1, 2) for device in (0, 1) for n in range(4)]

@@ -258,13 +258,15 @@ def test_the_server_under_nsys(tmp_path, monkeypatch):
         control.profiled("/t", "nsys")
     whole = (
         "nsys profile --trace=cuda,nvtx --sample=none --cpuctxsw=none "
-        "--capture-range=cudaProfilerApi --capture-range-end=repeat --cuda-graph-trace=node -o /t/k25 "
+        "--capture-range=cudaProfilerApi --capture-range-end=repeat --cuda-graph-trace=node -o /t/k25-STAMP "
         """vllm serve m --api-key {} --profiler-config '{{"profiler": "cuda"}}'"""
     )
-    assert f"`{whole.format('***')}`" in str(e.value)
+    assert f"`{whole.format('***')}`" in re.sub(r"/k25-\d{8}T\d{6} ", "/k25-STAMP ", str(e.value))
     nsys.write_text("#!/bin/sh\n")
     nsys.chmod(0o755)
-    assert f"setsid {whole.format('s3cret')} >>" in control.profiled("/t", "nsys").command("start")
+    assert f"setsid {whole.format('s3cret')} >>" in re.sub(
+        r"/k25-\d{8}T\d{6} ", "/k25-STAMP ", control.profiled("/t", "nsys").command("start")
+    )
     unit = Control({"preset": "systemd", "unit": "vllm"})
     with pytest.raises(UsageError, match=r"under `nsys profile .* -o /t/k25` and with --profiler-config '.*cuda"):
         unit.profiled("/t", "nsys")

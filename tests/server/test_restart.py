@@ -5,16 +5,18 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from k25lib import capture as capture_module
+from k25lib import nsys_reports
 from k25lib.campaign import servers
 from k25lib.campaign.runner import Runner
 from k25lib.campaign.servers import Controlled, External, Unavailable, alone, with_profiler
-from k25lib.capture import capture
+from k25lib.capture import Load, capture
 from k25lib.client import Client, ProfilerMissing
 from k25lib.errors import K25Error, UsageError
 from k25lib.run import Run
@@ -176,31 +178,29 @@ def test_the_deep_dive(running, tmp_path, monkeypatch):
     nsys.chmod(0o755)
     monkeypatch.setenv("PATH", f"{nsys.parent}:{os.environ['PATH']}")
     monkeypatch.setattr(capture_module, "send", lambda *_, **__: [{"tpot_ms": 1.0}])
-    monkeypatch.setattr(capture_module, "SETTLE_S", {"nsys": 0.2})
+    monkeypatch.setattr(nsys_reports, "SETTLE_S", 0.0)
     server, said = Controlled(settings, control, "nsys"), []
     traces = server.up(profiler=True)["traces"]
+    folders = [tmp_path / "captures" / name for name in ("c1", "c2")]
+    for folder in folders:
+        more = {"profiler": "nsys", "world_size": 2, "say": said.append}
+        record = capture(settings.url, "m", traces, folder, Load(1, 1, 8, 4), **more)
+        assert (record["files"], record["ranks"], record["missing_ranks"]) == ([], [], [])
+        time.sleep(1)
+    assert said[-1] == "nsys writes its report when the server ends; the breakdown fetches it then"
+    with pytest.raises(K25Error, match=r"^capture c1 has no report yet: .*; stop the server, then run 06 again"):
+        nsys_reports.fetch(folders)
 
-    def take(name, **more):
-        load = {"concurrency": 1, "requests": 1, "input_tokens": 8, "output_tokens": 4}
-        where = tmp_path / "captures" / name
-        return capture(settings.url, "m", traces, where, **load, profiler="nsys", world_size=2, say=said.append, **more)
-
-    record = take("c1")
-    files = [(file["file"], file["rank"], file["fault"]) for file in record["files"]]
-    assert files == [("k25.1.sqlite", 0, ""), ("k25.1.sqlite", 1, "")]
-    assert (record["ranks"], record["missing_ranks"], record["profiler"]) == ([0, 1], [], "nsys")
-    assert sorted(p.name for p in (tmp_path / "captures" / "c1").iterdir()) == [
-        "capture.json", "k25.1.nsys-rep", "k25.1.sqlite", "nsys-calls",
-    ]  # fmt: skip
-    nsys.unlink()  # where the reports are looked at, there may be none
-    record = take("c2")
-    report = tmp_path / "captures" / "c2" / "k25.2.nsys-rep"
-    database = report.with_suffix(".sqlite")
-    assert said[-1] == (
-        f"nsys is not here: where it is, run `nsys export --type sqlite --output {database} {report}`, "
-        f"then `k25 breakdown {database}`"
-    )
-    assert [(file["file"], file["fault"]) for file in record["files"]] == [("k25.2.nsys-rep", "")]
+    server.flush()
+    records = nsys_reports.fetch(folders, said.append)
+    files = {
+        name: [(f["file"].split(".", 1)[1], f["rank"], f["fault"]) for f in r["files"]] for name, r in records.items()
+    }
+    assert files == {f"c{n}": [(f"{n}.sqlite", rank, "") for rank in (0, 1)] for n in (1, 2)}
+    assert [(r["ranks"], r["missing_ranks"], "pending" in r) for r in records.values()] == [([0, 1], [], False)] * 2
+    kinds = sorted(p.name.split(".", 1)[1] for p in folders[0].iterdir())
+    assert kinds == ["1.nsys-rep", "1.sqlite", "json"]
+    assert nsys_reports.fetch(folders) == {}  # nothing waits
     server.close()
     assert "nsys" not in argv(settings) and "--profiler-config" not in argv(settings)
 
