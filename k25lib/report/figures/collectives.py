@@ -242,9 +242,10 @@ def exchange_figure(frame):
 
 
 def _variant(text):
+    """NCCL's settings (JSON of environment variables) in words: `Ring/LL`, and others as NAME=value."""
     chosen = json.loads(text)
-    names = [chosen.pop(key) for key in ("NCCL_ALGO", "NCCL_PROTO") if key in chosen]
-    return ", ".join(["/".join(names)] * bool(names) + [f"{key}={value}" for key, value in chosen.items()]) or "default"
+    names = "/".join(chosen.pop(key) for key in ("NCCL_ALGO", "NCCL_PROTO") if key in chosen)
+    return ", ".join(filter(None, (names, *(f"{key}={value}" for key, value in chosen.items())))) or "default"
 
 
 def _size(size_bytes):

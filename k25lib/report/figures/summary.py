@@ -90,7 +90,7 @@ def step_by_category(frame):
     The line on each bar (`step`) marks the step's wall time: where kernels overlap, the bar is longer.
     """
     order = largest_first(frame, "category", "ms")
-    order = [name for name in order if name != "idle"] + ["idle"] * ("idle" in order)
+    order.sort(key=lambda name: name == "idle")  # stable: all others stay in order
     steps = frame.groupby("step", sort=False).agg(wall_ms=("wall_ms", "first"), ms=("ms", "sum"))
     names = [_wrapped(name) for name in steps.index]
     figure = go.Figure()
