@@ -10,9 +10,10 @@ COLUMNS += ["percent_of_peak", "bound", "calls_per_step", "ms_per_step", "share_
 
 
 def timed(frame, batch=None, state=None):
-    """The rows that may be shown as measurements: ok, and not above their peak unless they come from a cache.
+    """The rows that may be shown as measurements: those with a time, but for cold ones above the memory's peak.
 
-    state: "cold", or the other where a row has no cold time; None keeps both.
+    state: of a GEMM that was timed in both states keep this one ("cold" or "warm"); None keeps both. batch: M, or None
+    for all.
     """
     if frame.empty or "time_us_median" not in frame:
         return frame.iloc[:0]
