@@ -14,7 +14,7 @@ from k25lib import capture as capture_module
 from k25lib.campaign import servers
 from k25lib.campaign.runner import Runner
 from k25lib.campaign.servers import Controlled, External, Unavailable, alone, with_profiler
-from k25lib.capture import capture
+from k25lib.capture import Load, capture
 from k25lib.client import Client, ProfilerMissing
 from k25lib.errors import K25Error, UsageError
 from k25lib.run import Run
@@ -181,9 +181,8 @@ def test_the_deep_dive(running, tmp_path, monkeypatch):
     traces = server.up(profiler=True)["traces"]
 
     def take(name, **more):
-        load = {"concurrency": 1, "requests": 1, "input_tokens": 8, "output_tokens": 4}
-        where = tmp_path / "captures" / name
-        return capture(settings.url, "m", traces, where, **load, profiler="nsys", world_size=2, say=said.append, **more)
+        where, load = tmp_path / "captures" / name, Load(concurrency=1, requests=1, input_tokens=8, output_tokens=4)
+        return capture(settings.url, "m", traces, where, load, profiler="nsys", world_size=2, say=said.append, **more)
 
     record = take("c1")
     files = [(file["file"], file["rank"], file["fault"]) for file in record["files"]]
