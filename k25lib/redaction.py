@@ -4,6 +4,7 @@ import os
 import re
 
 HIDDEN = "***"
+# Names that keep a secret: api_key, HF_TOKEN, db.password, DB_PASS ...; `_NOT_SECRET`: counts that read like one.
 _NAME = (
     r"(?:[\w.-]{0,60}[_.-])?(?:api[ _-]?keys?|tokens?|pass(?:words?|wd|phrase)|secrets?|credentials?|signature|cookie"
     r"|authorization|(?:access|secret|private)[_-]?key)|\w{1,60}passw(?:or)?d|(?-i:(?:[A-Z0-9_]{0,60}_)?KEY)"
@@ -13,14 +14,17 @@ _NAME = f"(?:{_NAME})"
 _NOT_SECRET = re.compile(
     r"(?i)(?:num|max|min|input|output|batched|prompt|completion|total|special|new|cached|stop)[\w-]*tokens?$|tokens$"
 )
+# Values that are no secret under any name; variables of this process whose values are hidden wherever they stand.
 _NOTHING = {"", "none", "null", "true", "false", "[]", "{}", HIDDEN}
 _ENVIRONMENT = re.compile(r"(?i)(?:^|_)(?:api_?keys?|token|password|passwd|secret|(?:access|secret)_key)$")
+# Secrets that show by their own form: tokens of known services, JWTs, private keys.
 _FORMS = re.compile(
     r"hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|nvapi-[\w-]{16,}"
     r"|AKIA[0-9A-Z]{16}|xox[abprs]-[\w-]{10,}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,}"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
     re.S,
 )
+# http://user:password@host; ?key=...; `Authorization: Bearer ...`; `curl -u user:password`
 _URL_LOGIN = re.compile(r"(\b\w[\w+.-]{0,20}://)[^\s/?#'\"]+@")
 _URL_QUERY = re.compile(r"(?i)([?&](?:key|sig|auth|code)=)[^&\s'\"]+")
 _HEADER = re.compile(
@@ -31,10 +35,12 @@ _LOGIN_FLAG = re.compile(
     r"\b((?:curl|wget)\b[^\n|;]{0,500}?\s(?:-u|--user)[ =]|sshpass\s+-p\s*|docker login\b[^\n|;]{0,500}?\s-p[ =])"
     r"((['\"\\]{2,})[^\n]{1,500}?\3|'[^']*'|\"[^\"]*\"|\S+)"
 )
+# Values after a secret name inside a quoted command, where quotes are doubled or escaped; then a whole quoted word.
 _RUN = r"((?!''(?!['\"\\])|\"\"(?!['\"\\]))['\"\\]{2,})"  # a quote inside a quoted command: '"'"' or \"
 _NESTED = re.compile(rf"(?i)(?<![\w-])(--{_NAME}|{_NAME}(?=\s*[=:]))(\s*[=:]\s*|\s+){_RUN}([^\n]{{1,500}}?)\3")
 _WHOLE_ASSIGN = re.compile(rf"(?i)(?<![\w-])(['\"\\]+)({_NAME})=([^\n]{{1,500}}?)\1")  # 'NAME=two words'
 _QUOTED = r"'[^']*'(?:\"'\"'[^']*')*|\"[^\"]*\""  # a shell's word; 'it'"'"'s' is one
+# `--api-key VALUE`; ["--api-key", "VALUE"] as a list prints; NAME=VALUE, name: VALUE, "name": "value"
 _FLAG = re.compile(
     rf"(?i)(?<![\w-])(--{_NAME})((?:=|\s+)(?:{_QUOTED}|[^\s\"']+)(?: +(?!-|\d?[<>])[^\s\"',;|&<>)\]}}]+)*)"
 )
@@ -81,7 +87,7 @@ def is_secret(name):
 
 
 def _words(words):
-    """A command's words: what follows a secret flag, up to the next flag, is secret."""
+    """A list's items with the text between a secret flag and the next flag hidden; other lists stay as they are."""
     made, hiding = [], False
     for word in words:
         flag = isinstance(word, str) and word.startswith("-")

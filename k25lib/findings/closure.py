@@ -165,54 +165,60 @@ def review(campaign, model, dram_gb_s):
     Rows {"finding", "detail", "follows"}: prefill counted as decode, an operator row added to its kernels, parts that
     do not sum, communication that leaves no room for the weights. Checks that lack figures are left out.
     """
-    about, capture = campaign["campaign"], campaign.get("capture", {})
-    rows, burst = campaign.get("allreduce", []), campaign.get("burst", {})
-    kernels = [row for row in rows if row["kind"] == "kernel"]
-    operators = [row for row in rows if row["kind"] == "operator"]
-    step = model.step(tp=about["tp"], batch=about["batch"])
-    tpot_ms = campaign["headline"].get("tpot_ms")
-    found = []
-    for row in kernels:
-        expected = step.census()["allreduce"]
-        made = prefill_counted(
-            row["calls_per_step"], expected, capture.get("decode_steps"), capture.get("prefill_steps")
-        )
-        if made and burst:
-            decode_us = 1e3 * burst["ms"] / burst["calls"]
-            steps = capture["decode_steps"], capture["prefill_steps"]
-            prefill_us = prefill_call_us(row["us"], decode_us, *steps)
-            made["follows"] += (
-                f"; at the burst price of {decode_us:.1f} us for a decode call, "
-                f"prefill calls of {prefill_us:.0f} us explain {row['us']:g} us"
-            )
-        found.append(made)
+    about, rows = campaign["campaign"], campaign.get("allreduce", [])
+    kernels, operators = ([row for row in rows if row["kind"] == kind] for kind in ("kernel", "operator"))
     published = campaign.get("by_operation", {}).get("allreduce")
+    step = model.step(tp=about["tp"], batch=about["batch"])
+    found = [_prefill(row, step.census()["allreduce"], campaign) for row in kernels]
     if operators and kernels:
-        low = sum(row["ms"] for row in kernels)
-        names, extra = ", ".join(row["name"] for row in operators), sum(row["ms"] for row in operators)
-        found.append(
-            _row(
-                "an operator row added to its kernels",
-                f"{names} ({extra:.2f} ms) is an operator: its time is that of the kernels that it launches, "
-                f"{', '.join(row['name'] for row in kernels)} ({low:.2f} ms)",
-                f"the AllReduce is between {low:.2f} and {max(published or 0, low + extra):.2f} ms: "
-                f"{extra:.2f} ms may be in it twice",
-            )
-        )
+        found.append(_counted_twice(operators, kernels, published))
     found.append(_sums(rows, published, campaign))
-    if kernels and tpot_ms:
-        calls, us = step.burst_calls, kernels[0]["us"]
-        total, bound = calls * us / 1e3, step.ideal_ms(dram_gb_s)
-        if total + bound > tpot_ms:
-            made = room_for_weights(total, bound, tpot_ms, f"{calls} x {us:g} us = {total:.2f} ms")
-            if burst:
-                rest = tpot_ms - burst["ms"]
-                made["follows"] += (
-                    f"; at the burst price ({burst['ms']:.2f} ms) the other {rest:.2f} ms run at "
-                    f"{100 * bound / rest:.0f} % of the peak bandwidth"
-                )
-            found.append(made)
+    if kernels:
+        found.append(_no_room(kernels[0]["us"], step, dram_gb_s, campaign))
     return [row for row in found if row]
+
+
+def _prefill(kernel, expected, campaign):
+    """`prefill_counted` of an AllReduce kernel, and what its calls in prefill took by the campaign's burst; or None."""
+    steps = [campaign.get("capture", {}).get(f"{kind}_steps") for kind in ("decode", "prefill")]
+    made, burst = prefill_counted(kernel["calls_per_step"], expected, *steps), campaign.get("burst")
+    if made and burst:
+        decode_us = 1e3 * burst["ms"] / burst["calls"]
+        prefill_us = prefill_call_us(kernel["us"], decode_us, *steps)
+        made["follows"] += (
+            f"; at the burst price of {decode_us:.1f} us for a decode call, "
+            f"prefill calls of {prefill_us:.0f} us explain {kernel['us']:g} us"
+        )
+    return made
+
+
+def _counted_twice(operators, kernels, published_ms):
+    """The row for operators whose time was added to that of the kernels that they launch."""
+    low, extra = (sum(row["ms"] for row in rows) for rows in (kernels, operators))
+    names, launched = (", ".join(row["name"] for row in rows) for rows in (operators, kernels))
+    return _row(
+        "an operator row added to its kernels",
+        f"{names} ({extra:.2f} ms) is an operator: its time is that of the kernels that it launches, "
+        f"{launched} ({low:.2f} ms)",
+        f"the AllReduce is between {low:.2f} and {max(published_ms or 0, low + extra):.2f} ms: "
+        f"{extra:.2f} ms may be in it twice",
+    )
+
+
+def _no_room(allreduce_us, step, dram_gb_s, campaign):
+    """`room_for_weights` at this price of an AllReduce, and how fast the rest would run by the burst; or None."""
+    tpot_ms, burst = campaign["headline"].get("tpot_ms"), campaign.get("burst")
+    total, bound = step.burst_calls * allreduce_us / 1e3, step.ideal_ms(dram_gb_s)
+    if not tpot_ms or total + bound <= tpot_ms:
+        return None
+    made = room_for_weights(total, bound, tpot_ms, f"{step.burst_calls} x {allreduce_us:g} us = {total:.2f} ms")
+    if burst:
+        rest = tpot_ms - burst["ms"]
+        made["follows"] += (
+            f"; at the burst price ({burst['ms']:.2f} ms) the other {rest:.2f} ms run at "
+            f"{100 * bound / rest:.0f} % of the peak bandwidth"
+        )
+    return made
 
 
 def _sums(rows, published, campaign):

@@ -1,92 +1,13 @@
-"""Is a change between runs real? The unit of repetition is a server restart, not a request.
-
-The spread between restarts is pooled over all runs: the centre moves from one configuration to another, the scatter
-between restarts hardly does. Changes are relative (logarithms), so 5 % is 5 % at any level.
-"""
-
-from dataclasses import dataclass
+"""What changed between runs: which can be compared, their metrics, the verdicts (of spread.py), the environment."""
 
 import numpy as np
-from scipy import stats
 
+from .spread import CONFIDENCE, change, mean, percent, pooled_spread, restarts_for
 from .steps import captures, decode_step
-
-METHOD = "1"  # goes up when a verdict would change
-CONFIDENCE = 0.95
-POWER = 0.8
-LEAST = 0.01  # a change under 1 % is the same, however surely it is there
 
 # Facts that change at every start, or from moment to moment, by the end of their names
 _PASSING = ("url", "port", "log", "traces", "profiler_config", "torch_profiler_dir", "server.python", "server.config")
 _PASSING += ("ready_ms", "temperature_c", "sm_mhz", "memory_mhz", "memory_used_bytes", "uuid")
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Standard deviation of the logarithm between restarts, and the degrees of freedom it rests on."""
-
-    sd: float
-    df: int
-
-
-def pooled_spread(groups):
-    """The spread pooled over groups of values, one value a restart; None where no group has two."""
-    logs = [np.log(np.asarray(values, float)) for values in groups if len(values) > 1]
-    df = sum(len(x) - 1 for x in logs)
-    if not df:
-        return None
-    return Spread(float(np.sqrt(sum(((x - x.mean()) ** 2).sum() for x in logs) / df)), df)
-
-
-def change(before, after, spread, lower_is_better=True, confidence=CONFIDENCE):
-    """Relative change from `before` to `after` (values, one a restart), its interval and a verdict.
-
-    {"change_percent", "low_percent", "high_percent", "verdict", "smallest_visible_percent"}: the verdict is better,
-    worse, same (the interval is within 1 % of none) or unclear. Better and worse together have a false-alarm rate of
-    at most 1 - `confidence`. Without a spread the verdict is unclear.
-    """
-    a, b = np.log(np.asarray(before, float)), np.log(np.asarray(after, float))
-    middle = float(b.mean() - a.mean())
-    if spread is None:
-        return {
-            "change_percent": _percent(middle),
-            "low_percent": None,
-            "high_percent": None,
-            "verdict": "unclear",
-            "smallest_visible_percent": None,
-        }
-    half = float(stats.t.ppf(0.5 + confidence / 2, spread.df)) * spread.sd * (1 / len(a) + 1 / len(b)) ** 0.5
-    low, high = np.expm1(middle - half), np.expm1(middle + half)
-    if low > -LEAST and high < LEAST:
-        verdict = "same"
-    elif low > 0 and np.expm1(middle) > LEAST:
-        verdict = "worse" if lower_is_better else "better"
-    elif high < 0 and np.expm1(middle) < -LEAST:
-        verdict = "better" if lower_is_better else "worse"
-    else:
-        verdict = "unclear"
-    return {
-        "change_percent": _percent(middle),
-        "low_percent": _percent(middle - half),
-        "high_percent": _percent(middle + half),
-        "verdict": verdict,
-        "smallest_visible_percent": 100 * smallest_visible(spread, len(a), len(b), confidence),
-    }
-
-
-def smallest_visible(spread, before=1, after=1, confidence=CONFIDENCE):
-    """The relative change that so many restarts on each side would show four times in five."""
-    k = stats.t.ppf(0.5 + confidence / 2, spread.df) + stats.t.ppf(POWER, spread.df)
-    return max(float(np.expm1(k * spread.sd * (1 / before + 1 / after) ** 0.5)), LEAST)
-
-
-def restarts_for(spread, wanted, confidence=CONFIDENCE):
-    """Restarts a side that a relative change of `wanted` needs to be seen four times in five; None above 100."""
-    for n in range(1, 101):
-        known = Spread(spread.sd, max(spread.df, 2 * (n - 1)))  # the restarts themselves make the spread better known
-        if smallest_visible(known, n, n, confidence) <= wanted:
-            return n
-    return None
 
 
 def usable_levels(run):
@@ -218,10 +139,10 @@ def compare_runs(before, after, history=()):
         headline = metric in headlines
         lower = unit(metric) == "ms"
         confidence = 1 - (1 - CONFIDENCE) / len(headlines) if headline else CONFIDENCE
-        row = {"metric": metric, "unit": unit(metric), "before": _mean(one), "after": _mean(two)}
+        row = {"metric": metric, "unit": unit(metric), "before": mean(one), "after": mean(two)}
         row |= change(one, two, spread, lower, confidence)
         row |= {"headline": headline, "lower_is_better": lower, "df": spread.df if spread else 0}
-        row["spread_percent"] = _percent(spread.sd) if spread else None
+        row["spread_percent"] = percent(spread.sd) if spread else None
         row["restarts_for_5_percent"] = restarts_for(spread, 0.05, confidence) if spread else None
         rows.append(row | {"text": sentence(row)})
     return {
@@ -287,14 +208,6 @@ def restarts(runs):
         key = repr((run.manifest.get("name"), identity(run), environment.get("vllm_version"), sorted(flags.items())))
         groups.setdefault(key, []).append(run)
     return list(groups.values())
-
-
-def _mean(values):
-    return float(np.exp(np.log(values).mean()))  # as the change between them is reckoned
-
-
-def _percent(log_change):
-    return 100 * float(np.expm1(log_change))
 
 
 def _yes(row, column):

@@ -66,20 +66,21 @@ os._exit(code if code >= 0 else 128 - code)
 
 
 def prefix_of(python):
-    """The command before a Python program's arguments, from None (this interpreter), a string or a list."""
+    """What Python is called with, as a list of words: `python` is None (this interpreter), a string or a list.
+
+    `docker exec` (podman's, kubectl's) is given the option that keeps stdin open: the worker's job comes there.
+    """
     parts = [sys.executable] if not python else shlex.split(python) if isinstance(python, str) else list(python)
-    keeper = next(
-        (at for at, part in enumerate(parts) if Path(part).name in ("docker", "podman", "kubectl")), len(parts)
-    )
-    if "exec" in parts[keeper:]:
-        at = parts.index("exec", keeper) + 1
-        if not {"-i", "-it", "-ti", "--interactive", "--stdin"} & set(parts[at:]):
-            parts.insert(at, "-i")  # the worker reads its settings on stdin
+    tool = next((at for at, part in enumerate(parts) if Path(part).name in ("docker", "podman", "kubectl")), None)
+    if tool is not None and "exec" in parts[tool:]:
+        options = parts.index("exec", tool) + 1
+        if not {"-i", "-it", "-ti", "--interactive", "--stdin"} & set(parts[options:]):
+            parts.insert(options, "-i")
     return parts
 
 
 def command_of(python):
-    """The whole command that runs the bootstrap; quoted for the other shell where the prefix is ssh."""
+    """The whole command that runs the bootstrap; ssh gets its words quoted, for the shell at the other end."""
     parts, program = prefix_of(python), ["-u", "-c", BOOTSTRAP]
     return parts + ([shlex.quote(part) for part in program] if Path(parts[0]).name == "ssh" else program)
 

@@ -77,7 +77,8 @@ def summary(samples_us, prefix="time_us"):
 
 
 def sample_cpu(launches, seconds):
-    """Times per launch (us) on the CPU: each sample is one pass, or as many as take 200 us."""
+    """(times per launch in us, "clock") on the CPU. A sample is the mean over a whole pass of the launches, or over as
+    many passes as take 200 us."""
     for launch in launches:
         launch()
     start = time.perf_counter()
@@ -111,7 +112,8 @@ def capture(launches):
 
 
 def sample_cuda(launches, seconds):
-    """Times per launch (us) on a GPU: replays of one CUDA graph, or events round the launches where a graph fails."""
+    """(times per launch in us, how they were timed) on a GPU. A sample is one replay of a CUDA graph of all launches
+    ("graph"), or one pass of them where they can't be captured ("events"), between two CUDA events."""
     try:
         graph, timer = capture(launches), "graph"
         replay = graph.replay

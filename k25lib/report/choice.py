@@ -1,4 +1,4 @@
-"""The run and the capture that a notebook shows: as its parameters name them, or picked in JupyterLab."""
+"""The run and the capture that notebook 06 shows: as its parameters name them, or picked in JupyterLab."""
 
 from pathlib import Path
 
@@ -15,9 +15,11 @@ from k25lib.run import Run
 
 
 class Choice:
-    """A run and one of its captures (empty: all), by the notebook's parameters; what is shown follows the pickers.
+    """A run and one of its captures ("" is all of them), as the notebook's parameters say; what `show` has shown is
+    drawn again when a picker of `offer` chooses others.
 
-    Traces that a path names belong to no run: where none is named, they get a new interactive one.
+    `capture` may also be a path of traces. They belong to no run yet: where `run` is empty, a new interactive run is
+    made for their tables.
     """
 
     def __init__(self, run="", capture=""):
@@ -28,7 +30,8 @@ class Choice:
             self.run = Run.create("interactive", kind="interactive")
 
     def traces(self):
-        """Where the traces of the chosen captures are: {capture: path}; a path may stand for a capture."""
+        """Where the traces of the chosen captures are, as {capture: path}. A capture that was given as a path is named
+        by the path's last part."""
         known = self.run.captures()
         if made := fetch([path for name, path in known.items() if self.capture in ("", name)]):
             self.run.update(captures=made)
@@ -49,7 +52,7 @@ class Choice:
         return found
 
     def table(self, name, **only):
-        """A table of the chosen run: the rows of the chosen capture, and those with the values of `only`."""
+        """A table of the chosen run: the rows of the chosen capture whose columns have the values of `only`."""
         rows = self.run.table(name)
         for column, value in {"capture": self.capture, **only}.items():
             if column in rows and value != "":
@@ -57,13 +60,15 @@ class Choice:
         return rows
 
     def show(self, make, *columns):
-        """Show what `make()` returns, a figure or a frame (`columns` as of tables.table); again after each choice."""
+        """Show what `make()` returns, a figure or a DataFrame (`columns`: those to show, as tables.table takes them),
+        now and after each choice."""
         made = _bundle(make(), columns)
         if InteractiveShell.initialized():
             self._shown.append((display(made, raw=True, display_id=True), make, columns))
 
     def offer(self):
-        """Pickers of every run and capture with a breakdown, newest first; none where the parameters named the run."""
+        """Show pickers of every run that has a breakdown, the newest first, and of its captures. Nothing where the
+        parameters named a run, or outside a notebook."""
         if self.is_named or not InteractiveShell.initialized():
             return
         from ipywidgets import Dropdown, HBox, Label, VBox
@@ -104,7 +109,7 @@ class Choice:
 
 
 def _bundle(made, columns):
-    """What a notebook keeps of a figure or a frame: a frame's headings have units, its numbers digits that count."""
+    """The display data (MIME type -> content) of a figure or a DataFrame, the latter as tables.shown makes it."""
     if hasattr(made, "to_plotly_json"):
         return {PLOTLY: json_of(made)}
     shown = tables.shown(made, *columns)

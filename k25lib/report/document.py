@@ -8,13 +8,14 @@ from k25lib.report import first_page, index, notebook, tables
 from k25lib.report.escape import markdown, markdown_cell
 from k25lib.report.overview import overview
 
-_NO_CONFIGURATION = ("host ", "port ", "model ", "model_tag ", "served_model_name ", "profiler_config ")
+# The server's flags that say nothing of how it computes, or are said above.
+_NO_CONFIGURATION = ("host", "port", "model", "model_tag", "served_model_name", "profiler_config")
 
 
 def write_document(run, target, facts=None):
-    """Write the document of `run` as far as it has come; right for a run that has nothing but a manifest.
+    """Write the document of `run`, as far as the run has come, to the file `target`; a manifest is enough.
 
-    The run's entry for the list of all runs is written beside it. facts: the run's overview, if it is made already.
+    The run's entry in the list of all runs is written beside it. facts: the run's overview, if the caller has it.
     """
     target = Path(target)
     facts = facts or overview(run)
@@ -34,13 +35,14 @@ def write_document(run, target, facts=None):
 
 
 def _head(facts):
-    rows = [(name.capitalize(), facts[name]) for name in ("model", "hardware", "engine")]
-    rows = [("Date", f"{facts['date']} UTC"), *rows, ("Run", facts["run"])]
+    rows = [("Date", f"{facts['date']} UTC")]
+    rows += [(name.capitalize(), facts[name]) for name in ("model", "hardware", "engine", "run")]
     rows += [(name.capitalize(), facts[name]) for name in ("command", "git") if facts[name]]
-    flags = [f"{row['name'][6:]} = {row['value']}" for row in facts["environment"] if row["name"].startswith("flags.")]
-    rows += [("Configuration", "; ".join(flag for flag in flags if not flag.startswith(_NO_CONFIGURATION)))] * bool(
-        flags
-    )
+    values = {row["name"]: row["value"] for row in facts["environment"] if row["name"].startswith("flags.")}
+    flags = {name.removeprefix("flags."): value for name, value in values.items()}
+    if flags:
+        told = (f"{name} = {value}" for name, value in flags.items() if name not in _NO_CONFIGURATION)
+        rows.append(("Configuration", "; ".join(told)))
     return [f"# {markdown(facts['title'])}", _table(["", ""], rows)]
 
 

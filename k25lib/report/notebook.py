@@ -123,7 +123,7 @@ def json_of(figure):
 
 
 def place(section, n, figure):
-    """Where the `n`-th figure of a section goes: {"id", "title", "height" in px}."""
+    """The place in the page of the `n`-th figure of a section: {"id", "title", "height" in px}."""
     height = (figure.get("layout") or {}).get("height")
     return {
         "id": f"{section}-figure-{n}",
@@ -145,14 +145,15 @@ def anchor(name):
 
 
 def _harmless(notebook):
-    """The notebook with terminal commands out of its outputs, and long texts cut, which is said.
+    """The notebook without control sequences in its outputs, with long texts cut (a note says how much is missing).
 
-    papermill's own cells about an error go: the page says the reason above the notebook.
+    papermill's own cells about an error go: the page says the reason above the notebook. So do pickers (widgets), which
+    do nothing in a page.
     """
     notebook.cells = [c for c in notebook.cells if "papermill-error-cell-tag" not in c.metadata.get("tags", [])]
     for cell in notebook.cells:
         cell.source = escape.lines(cell.source)
-        if "outputs" in cell:  # a picker is dead on paper
+        if "outputs" in cell:
             cell.outputs = [output for output in cell.outputs if WIDGET not in output.get("data", {})]
         for output in cell.get("outputs", []):
             if output.output_type == "stream":

@@ -1,4 +1,4 @@
-"""What a reader must know first of a run: what it is, how far it came, what it found, what changed."""
+"""What the document and the page say of a run first: what it is, how far it came, what it found, what changed."""
 
 import json
 
@@ -54,7 +54,8 @@ def previous(run, named=""):
 
 
 def rows(value, prefix=""):
-    """Nested settings as {dotted name: text}; what the members of a list of dicts share is said once."""
+    """Nested facts as {dotted name: text}. A list of dicts, such as one of GPUs, is a name for each of their keys, with
+    equal values counted (`2 × 700`)."""
     if isinstance(value, dict):
         found = {}
         for key, part in value.items():
@@ -69,7 +70,7 @@ def rows(value, prefix=""):
 
 
 def listed(facts, title="what"):
-    """Facts, nested ones too, as a notebook shows them: a row each, its name under `title`, and its value."""
+    """Facts (nested ones too) as a notebook shows them: a table of name and value, `title` over the names."""
     return tables.shown([{title: name, "value": value} for name, value in rows(facts).items()])
 
 
@@ -84,7 +85,7 @@ def engine(environment, server):
     """The engine in words: name, version, and parallelism where it is known."""
     version = environment.get("vllm_version") or ""
     tp = server.get("tp") or ""
-    return ", ".join([f"vLLM {version}"] * bool(version) + [f"tensor parallel {tp}"] * bool(tp))
+    return ", ".join(filter(None, (version and f"vLLM {version}", tp and f"tensor parallel {tp}")))
 
 
 def differences(now, before):
@@ -113,7 +114,8 @@ def _git(git):
 
 
 def counted(values, always=True):
-    """Values in words, equal ones counted: `8 × NVIDIA H200`; with `always` off, one that all share stands alone."""
+    """Values in words, equal ones counted: `8 × NVIDIA H200`. Without `always`, a value that all share stands without
+    its count."""
     texts = [tables.cell(value) for value in values]
     if len(set(texts)) == 1 and not always:
         return texts[0]
@@ -121,12 +123,13 @@ def counted(values, always=True):
 
 
 def _unfinished(manifest):
-    error = manifest.get("server_error")
-    return [f"the server could not be left as it was found: {error}"] * bool(error) + [
-        f"{name} {_UNFINISHED[phase.get('state')]}" + (f": {phase['why']}" if phase.get("why") else "")
-        for name, phase in sorted((manifest.get("phases") or {}).items())
-        if phase.get("state") in _UNFINISHED
-    ]
+    """What did not happen, a sentence each: the server as it was found, and phases that have not ended well."""
+    error, phases = manifest.get("server_error"), sorted((manifest.get("phases") or {}).items())
+    said = [f"the server could not be left as it was found: {error}"] if error else []
+    for name, phase in phases:
+        if phase.get("state") in _UNFINISHED:
+            said.append(f"{name} {_UNFINISHED[phase['state']]}" + (f": {phase['why']}" if phase.get("why") else ""))
+    return said
 
 
 def _summary(run):

@@ -23,9 +23,10 @@ _TEMPLATES = Path(__file__).with_name("templates")
 
 
 def write_page(run, notebooks, target, facts=None):
-    """Write the page of `run` from executed notebooks (paths; some may have failed or be missing); its size in bytes.
+    """Write the page of `run` to the file `target`; returns its size in bytes.
 
-    A phase without a notebook gets a section that says why. facts: the run's overview, if it is made already.
+    notebooks: paths of executed ones; some may have failed. A phase without a notebook gets a section that says why.
+    facts: the run's overview, if the caller has it.
     """
     facts = facts or overview(run)
     facts = facts | {"phases": [{**phase, "id": notebook.anchor(phase["name"])} for phase in facts["phases"]]}

@@ -10,32 +10,23 @@ import pandas as pd
 
 from k25lib.report.escape import cut
 
-LONGEST = 110
-_UNITS = {
+LONGEST = 110  # characters of a cell in the document
+_UNITS = {  # the end of a column's name -> its unit in the heading
     "percent": "%", "ms": "ms", "us": "us", "ns": "ns", "s": "s", "bytes": "bytes", "gb_s": "GB/s", "tb_s": "TB/s",
     "tok_s": "tok/s", "tflop_s": "TFLOP/s", "w": "W", "mhz": "MHz", "gb": "GB",
 }  # fmt: skip
+# Other parts of a column's name that a heading writes differently, and statistics, which go before the unit.
 _WORDS = {"percent": "%", "tpot": "TPOT", "ttft": "TTFT", "dram": "DRAM", "m": "M", "n": "N", "k": "K"}
 _STATISTICS = {
-    "mean",
-    "median",
-    "min",
-    "max",
-    "iqr",
-    "low",
-    "high",
-    "least",
-    "most",
-    "interval",
-    "p50",
-    "p90",
-    "p95",
-    "p99",
-}
+    "mean", "median", "min", "max", "iqr", "low", "high", "least", "most", "interval", "p50", "p90", "p95", "p99",
+}  # fmt: skip
 
 
 def heading(column):
-    """A column's heading, its unit in brackets: `time_us_median` -> `time median (us)`."""
+    """A column's heading, its unit in brackets: `time_us_median` -> `time median (us)`.
+
+    That of a pair of columns `tpot_ms_low..tpot_ms_high` is of their interval: `TPOT interval (ms)`.
+    """
     if ".." in str(column):
         return heading(re.sub(r"low$|low(?=_)", "interval", str(column).split("..")[0]))
     words = str(column).split("_")
@@ -51,7 +42,7 @@ def heading(column):
 
 
 def cell(value):
-    """A value as text: numbers with four digits that count and thousands apart, nothing as a dash."""
+    """A value as text: numbers as `number` has them, yes or no, lists with commas; a missing value is a dash."""
     if value is None or value is pd.NA or value is pd.NaT:
         return "–"
     if isinstance(value, bool) or type(value).__name__ == "bool_":
@@ -66,7 +57,8 @@ def cell(value):
 
 
 def number(value, digits=4):
-    """A number as text with `digits` that count; whole numbers are whole, and 12345.6 is 12,346."""
+    """A number as text with `digits` significant digits, and no fewer before the point: 12345.6 is 12,346, 0.25 is
+    0.25."""
     value = float(value) if not isinstance(value, int) else value
     if isinstance(value, float) and not math.isfinite(value):
         return "–" if math.isnan(value) else str(value)
@@ -89,14 +81,15 @@ def interval(row):
     return " ".join(filter(None, (f"{cell(low)} – {cell(high)}", row.get("unit"), what)))
 
 
-_SUMS = ("ms", "calls", "percent", "exposed_ms")  # of a step: a rank without a row has none of it
+_SUMS = ("ms", "calls", "percent", "exposed_ms")  # sums over a step: a rank without a row has 0 of them
 
 
 def over_ranks(frame, by, column="ms"):
-    """A table of every rank as one row for each value of the columns `by`: means over the ranks, and of `column` the
-    least and the most (`ms_least`, `ms_most`), the largest mean of each `by[0]` first.
+    """A table with rows of every rank, reduced to one row for each combination of the columns `by`.
 
-    A rank without a row counts as 0 in `ms`, `calls`, `percent` and `exposed_ms`.
+    Numbers become means over the ranks; of `column` the smallest and largest are kept too (`ms_least`, `ms_most`). A
+    rank without a row counts as 0 in `ms`, `calls`, `percent` and `exposed_ms`. Sorted by `by[0]`, then by the mean of
+    `column`, the largest first.
     """
     by = [name for name in by if name in frame]
     if not by or column not in frame:
@@ -117,9 +110,11 @@ def over_ranks(frame, by, column="ms"):
 
 
 def table(records, title="", columns=None, rows=None):
-    """Records (list of dicts or DataFrame) as {"title", "head", "numeric", "rows", "left_out"}; None when empty.
+    """Records (list of dicts or DataFrame) as text for a reader: {"title", "head", "numeric", "rows", "left_out"}.
 
-    A column `low_ms..high_ms` is the interval of the two; `name=Heading` has a heading of its own.
+    columns: those to show, in order (default: all); `low_ms..high_ms` is one column with the interval of the two,
+    `name=Heading` one with another heading. Columns that the records lack, or that hold nothing, are left out. rows:
+    how many at most; `left_out` counts the others. None if nothing is left to show.
     """
     frame = records if isinstance(records, pd.DataFrame) else pd.DataFrame.from_records(list(records))
     heads = {name: head or heading(name) for name, _, head in (str(c).partition("=") for c in columns or frame.columns)}
@@ -141,7 +136,7 @@ def table(records, title="", columns=None, rows=None):
 
 
 def shown(records, *columns):
-    """Records as a notebook shows them: as `table` has them, without an index; `none` where there are none."""
+    """Records as a notebook shows them, a pandas Styler of `table`'s text; a single `none` where there are none."""
     made = table(records, columns=list(columns) or None) or {"head": [""], "rows": [["none"]]}
     return pd.DataFrame(made["rows"], columns=made["head"]).style.hide()
 
@@ -163,15 +158,15 @@ def duration(seconds):
 
 
 def of_findings(found):
-    """The tables of a run's findings that there are, in order: dicts of `table` with `name` beside."""
+    """The tables of a run's findings that aren't empty, in the order of tables.toml: dicts of `table`, with `name`."""
     made = ((spec, table(found.get(spec["name"]) or [], spec["title"], spec["columns"])) for spec in _specs("finding"))
     return [{**made_table, "name": spec["name"]} for spec, made_table in made if made_table]
 
 
 def of_run(run):
-    """The tables of `run` that its document shows, in order: dicts of `table` with `name` and `phase` beside.
-
-    Names longer than LONGEST are cut: a kernel's can have a thousand characters.
+    """The tables of `run` that its document shows, in the order of tables.toml: what `table` returns, with `name`,
+    `phase` and `whole`, the rows of the table in the run. Text longer than LONGEST is cut: a kernel's name can have a
+    thousand characters.
     """
     found = []
     for spec in _specs("table"):
@@ -181,12 +176,9 @@ def of_run(run):
             shown = shown.groupby(spec["each"], sort=True).head(spec["rows"])
         if made := table(shown, spec["title"], spec["columns"], None if "each" in spec else spec.get("rows")):
             made["rows"] = [[cut(text, LONGEST) for text in row] for row in made["rows"]]
-            found.append({**made, "left_out": whole - len(made["rows"]), "whole": whole, **_named(spec)})
+            left_out = whole - len(made["rows"])
+            found.append({**made, "left_out": left_out, "whole": whole, "name": spec["name"], "phase": spec["phase"]})
     return found
-
-
-def _named(spec):
-    return {"name": spec["name"], "phase": spec["phase"]}
 
 
 def _chosen(frame, spec):

@@ -74,6 +74,7 @@ def test_a_notebook_is_thin_and_stripped(source):
     cells = code_cells(source)
     assert len(cells) < 20
     assert all(not c.outputs and c.execution_count is None for c in cells)
+    assert max(len(c.source.splitlines()) for c in cells) <= 20
 
 
 def test_every_parameter_has_a_type_a_default_and_a_meaning_that_papermill_reads(source):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from k25lib.cli import main
 from k25lib.findings import compare
+from k25lib.findings.spread import Spread, change, pooled_spread, restarts_for, smallest_visible
 from k25lib.run import Run
 
 SERVER = {"kind": "external", "model": "kimi", "tp": 8}
@@ -45,8 +46,8 @@ def simulate(shift, restarts, tries=800, seed=1):
     for _ in range(tries):
         history = [run(restarts, rng.uniform(-0.2, 0.2)) for _ in range(4)]
         before, after = run(restarts), run(restarts, shift)
-        spread = compare.pooled_spread([*history, before, after])
-        hits += compare.change(before, after, spread)["verdict"] in ("better", "worse")
+        spread = pooled_spread([*history, before, after])
+        hits += change(before, after, spread)["verdict"] in ("better", "worse")
     return hits / tries
 
 
@@ -60,13 +61,13 @@ def test_a_change_of_five_percent_is_found_by_three_restarts():
 
 
 def test_a_change_of_the_smallest_visible_size_is_seen_four_times_in_five():
-    spread = compare.Spread(0.012, 20)
-    visible = compare.smallest_visible(spread, 3, 3)
+    spread = Spread(0.012, 20)
+    visible = smallest_visible(spread, 3, 3)
     rng, hits = np.random.default_rng(2), 0
     for _ in range(800):
         sd = 0.012 * np.sqrt(rng.chisquare(20) / 20)
         before, after = (np.exp(rng.normal(np.log(m), 0.012, 3)) for m in (1, 1 + visible))
-        hits += compare.change(before, after, compare.Spread(sd, 20))["verdict"] == "worse"
+        hits += change(before, after, Spread(sd, 20))["verdict"] == "worse"
     assert 0.75 < hits / 800 < 0.9
 
 
@@ -75,8 +76,8 @@ values = st.lists(st.floats(1.0, 100.0), min_size=1, max_size=5)
 
 @given(values, values, st.floats(1e-4, 0.1), st.integers(2, 30))
 def test_swapping_the_sides_turns_the_verdict_around(before, after, sd, df):
-    there = compare.change(before, after, compare.Spread(sd, df))
-    back = compare.change(after, before, compare.Spread(sd, df))
+    there = change(before, after, Spread(sd, df))
+    back = change(after, before, Spread(sd, df))
     assert there["low_percent"] <= there["change_percent"] <= there["high_percent"]
     assert (1 + there["change_percent"] / 100) * (1 + back["change_percent"] / 100) == pytest.approx(1)
     if "worse" in (there["verdict"], back["verdict"]) and min(abs(r["change_percent"]) for r in (there, back)) > 1:
@@ -85,7 +86,7 @@ def test_swapping_the_sides_turns_the_verdict_around(before, after, sd, df):
 
 def test_no_change_says_what_would_have_been_seen():
     row = {"metric": "TPOT at C=1", "unit": "ms", "before": 10.0, "after": 10.2, "lower_is_better": True}
-    row |= compare.change([10.0] * 3, [10.2] * 3, compare.Spread(0.03, 20)) | {"restarts_for_5_percent": 7}
+    row |= change([10.0] * 3, [10.2] * 3, Spread(0.03, 20)) | {"restarts_for_5_percent": 7}
     assert compare.sentence(row).startswith(
         "TPOT at C=1: 10 to 10.2 ms (+2.0 %, -3.1 to +7.3 %): no change seen (would have"
     )
@@ -93,13 +94,11 @@ def test_no_change_says_what_would_have_been_seen():
 
 
 def test_restarts_for_a_wanted_change():
-    spread = compare.Spread(0.01, 20)
-    n = compare.restarts_for(spread, 0.03)
-    assert compare.smallest_visible(spread, n, n) <= 0.03 < compare.smallest_visible(spread, n - 1, n - 1)
-    assert compare.restarts_for(compare.Spread(5.0, 20), 0.01) is None
-    assert (
-        compare.restarts_for(compare.Spread(0.02, 1), 0.05) == compare.restarts_for(compare.Spread(0.02, 6), 0.05) == 4
-    )
+    spread = Spread(0.01, 20)
+    n = restarts_for(spread, 0.03)
+    assert smallest_visible(spread, n, n) <= 0.03 < smallest_visible(spread, n - 1, n - 1)
+    assert restarts_for(Spread(5.0, 20), 0.01) is None
+    assert restarts_for(Spread(0.02, 1), 0.05) == restarts_for(Spread(0.02, 6), 0.05) == 4
 
 
 @pytest.mark.parametrize(
@@ -107,12 +106,12 @@ def test_restarts_for_a_wanted_change():
     [(11.0, True, "worse"), (9.0, True, "better"), (11.0, False, "better"), (10.001, True, "same")],
 )
 def test_verdicts(after, lower_is_better, verdict):
-    assert compare.change([10.0], [after], compare.Spread(0.002, 20), lower_is_better)["verdict"] == verdict
+    assert change([10.0], [after], Spread(0.002, 20), lower_is_better)["verdict"] == verdict
 
 
 def test_a_wide_spread_is_unclear_and_none_too():
-    assert compare.change([10.0], [10.5], compare.Spread(0.05, 4))["verdict"] == "unclear"
-    found = compare.change([10.0], [20.0], None)
+    assert change([10.0], [10.5], Spread(0.05, 4))["verdict"] == "unclear"
+    found = change([10.0], [20.0], None)
     assert (found["verdict"], found["low_percent"]) == ("unclear", None)
 
 

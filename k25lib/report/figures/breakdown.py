@@ -35,9 +35,9 @@ def step(categories, steps):
         figure.add_bar(**_bar(name, wall, steps[column].fillna(0).clip(lower=0), shade))
     names = [name for pair in zip(dict.fromkeys(kernels), dict.fromkeys(wall), strict=False) for name in pair]
     entries = 4 + categories["category"].nunique()
-    height = 190 + 44 * len(names) + 20 * (entries // 5)
-    figure.update_layout(**layout("A decode step: kernels by category, and wall time", height), barmode="stack")
-    figure.update_layout(margin={"t": 70 + 22 * (1 + entries // 4)})
+    height_px, top = 190 + 44 * len(names) + 20 * (entries // 5), {"t": 70 + 22 * (1 + entries // 4)}
+    title = "A decode step: kernels by category, and wall time"
+    figure.update_layout(**layout(title, height_px, margin=top, barmode="stack"))
     top_to_bottom(figure, names)
     return figure.update_xaxes(title="ms per decode step")
 
@@ -73,10 +73,8 @@ def groupings(frame, published, categories=None):
             **bar, customdata=mine["ms"], texttemplate="%{x:.0f}", textposition="inside", insidetextanchor="middle"
         )
     names = list(dict.fromkeys(frame["bar"]))
-    figure.update_layout(
-        **layout(title, 180 + 46 * len(names)), barmode="stack", uniformtext={"minsize": 9, "mode": "hide"}
-    )
-    figure.update_layout(margin={"t": 120})
+    figure.update_layout(**layout(title, 180 + 46 * len(names), margin={"t": 120}, barmode="stack"))
+    figure.update_layout(uniformtext={"minsize": 9, "mode": "hide"})
     top_to_bottom(figure, names)
     return figure.update_xaxes(title="percent of kernel time", range=[0, 101])
 
@@ -108,12 +106,8 @@ def lanes(rows, ranks=None):
             hovertemplate="%{customdata}<br>at %{base:.1f} us for %{x:.2f} us<extra>" + category + "</extra>",
         )
     names = list(dict.fromkeys(rows.sort_values(["rank", "lane"])["lane"]))
-    figure.update_layout(
-        **layout(f"One decode step of {capture}, stream by stream", 190 + 34 * len(names)),
-        barmode="overlay",
-        bargap=0.25,
-    )
-    figure.update_layout(margin={"t": 130})
+    title = f"One decode step of {capture}, stream by stream"
+    figure.update_layout(**layout(title, 190 + 34 * len(names), margin={"t": 130}, barmode="overlay", bargap=0.25))
     top_to_bottom(figure, names)
     return figure.update_xaxes(title="us from the step's first kernel on any rank", tickformat=",d")
 
@@ -146,8 +140,7 @@ def kernels(rows, most=20):
             customdata=rows["name"][mine].str.slice(0, 160),
             hovertemplate="%{customdata}<br>%{x:.4f} ms, %{text}<extra></extra>",
         )
-    figure.update_layout(**layout(title, 160 + 26 * len(rows)), barmode="overlay")
-    figure.update_layout(margin={"t": 110})
+    figure.update_layout(**layout(title, 160 + 26 * len(rows), margin={"t": 110}, barmode="overlay"))
     top_to_bottom(figure, names).update_yaxes(tickfont={"size": 11})
     return figure.update_xaxes(title="ms per decode step", range=[0, 1.25 * rows["ms"].max()])
 

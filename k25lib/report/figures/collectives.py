@@ -49,8 +49,7 @@ def latency(frame):
     """Time of a single call against its size, log-log, one line an operation, with the fit alpha + S/B."""
     good = timed(frame, "sizes", "expert parallel")
     figure = go.Figure()
-    figure.update_layout(**layout(f"Collectives: time against size{_where(frame)}", 480))
-    figure.update_layout(margin={"t": 54})
+    figure.update_layout(**layout(f"Collectives: time against size{_where(frame)}", 480, margin={"t": 54}))
     figure.update_xaxes(title="message, bytes (powers of two: KiB, MiB)", type="log", **_ticks(good))
     figure.update_yaxes(title="us a call, median over ranks", type="log")
     if good.empty:
@@ -102,8 +101,7 @@ def burst(frame, traced=None, reference=None):
         bars += [(label, ms, us, source) for label, (ms, us) in known.items()]
     figure = go.Figure()
     title = f"AllReduce time of one decode step{_where(frame)}"
-    figure.update_layout(**layout(title, 150 + 30 * max(len(bars), 4)), barmode="overlay")
-    figure.update_layout(margin={"l": 220})
+    figure.update_layout(**layout(title, 150 + 30 * max(len(bars), 4), margin={"l": 220}, barmode="overlay"))
     figure.update_xaxes(title="ms a step (label: us a call)")
     if not bars:
         return empty(figure)
@@ -153,8 +151,7 @@ def variants(frame):
     """NCCL algorithm and protocol against each other, fastest on top, one panel of bars a size."""
     good = timed(frame, "variant")
     figure = go.Figure()
-    figure.update_layout(**layout("NCCL variants, AllReduce", 420), barmode="group")
-    figure.update_layout(margin={"l": 250})
+    figure.update_layout(**layout("NCCL variants, AllReduce", margin={"l": 250}, barmode="group"))
     figure.update_xaxes(title="us a call", rangemode="tozero")
     if good.empty:
         return empty(figure, "no variant has a time (they need NCCL)")
@@ -242,9 +239,10 @@ def exchange_figure(frame):
 
 
 def _variant(text):
+    """NCCL's settings (JSON of environment variables) in words: `Ring/LL`, and others as NAME=value."""
     chosen = json.loads(text)
-    names = [chosen.pop(key) for key in ("NCCL_ALGO", "NCCL_PROTO") if key in chosen]
-    return ", ".join(["/".join(names)] * bool(names) + [f"{key}={value}" for key, value in chosen.items()]) or "default"
+    names = "/".join(chosen.pop(key) for key in ("NCCL_ALGO", "NCCL_PROTO") if key in chosen)
+    return ", ".join(filter(None, (names, *(f"{key}={value}" for key, value in chosen.items())))) or "default"
 
 
 def _size(size_bytes):

@@ -10,9 +10,10 @@ COLUMNS += ["percent_of_peak", "bound", "calls_per_step", "ms_per_step", "share_
 
 
 def timed(frame, batch=None, state=None):
-    """The rows that may be shown as measurements: ok, and not above their peak unless they come from a cache.
+    """The rows that may be shown as measurements: those with a time, but for cold ones above the memory's peak.
 
-    state: "cold", or the other where a row has no cold time; None keeps both.
+    state: of a GEMM that was timed in both states keep this one ("cold" or "warm"); None keeps both. batch: M, or None
+    for all.
     """
     if frame.empty or "time_us_median" not in frame:
         return frame.iloc[:0]
@@ -46,8 +47,7 @@ def roofline(frame, batch):
     good = timed(frame, batch, "cold")
     figure = go.Figure()
     title = f"Roofline of the decode step's GEMMs, M={batch} (area: share of their time)"
-    figure.update_layout(**layout(title, 480))
-    figure.update_layout(legend_itemsizing="constant")
+    figure.update_layout(**layout(title, 480), legend_itemsizing="constant")
     figure.update_xaxes(title="intensity, FLOP per byte", type="log", dtick=1)
     figure.update_yaxes(title="rate, TFLOP/s", type="log", dtick=1)
     if good.empty:
@@ -89,8 +89,8 @@ def shares(frame, batch):
     """Time of each GEMM in the step (calls x time) against its bandwidth bound: horizontal bars, largest on top."""
     rows = table(frame, batch).iloc[::-1]
     figure = go.Figure()
-    figure.update_layout(**layout(f"GEMM time of one decode step, M={batch}", 140 + 26 * max(len(rows), 4)))
-    figure.update_layout(barmode="overlay", margin={"l": 150})
+    title = f"GEMM time of one decode step, M={batch}"
+    figure.update_layout(**layout(title, 140 + 26 * max(len(rows), 4), margin={"l": 150}, barmode="overlay"))
     figure.update_xaxes(title="ms a step on one rank")
     if rows.empty:
         return empty(figure)

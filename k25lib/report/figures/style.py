@@ -46,8 +46,11 @@ def log_ticks(values):
     return {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
 
 
-def layout(title, height_px=420, **more):
-    """Layout keywords for `Figure.update_layout`: white ground, legend below the title and clear of it."""
+def layout(title, height_px=420, margin=None, **more):
+    """Keywords for `Figure.update_layout`: white ground, the legend below the title and clear of it.
+
+    margin: sides in px ("l", "r", "t", "b") that differ from the usual; more: other keywords, as they are.
+    """
     return {
         "template": "plotly_white",
         "title": {
@@ -60,7 +63,7 @@ def layout(title, height_px=420, **more):
             "pad": {"t": 12},
         },
         "font": {"size": 13},
-        "margin": {"l": 70, "r": 40, "t": 90, "b": 60},
+        "margin": {"l": 70, "r": 40, "t": 90, "b": 60, **(margin or {})},
         "legend": {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom", "traceorder": "normal"},
         "hovermode": "closest",
         "height": height_px,

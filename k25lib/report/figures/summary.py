@@ -6,7 +6,7 @@ import plotly.graph_objects as go
 
 from k25lib.report.figures.style import colour, largest_first, layout
 
-_NO_LEGEND = {"showlegend": False, "margin": {"l": 70, "r": 40, "t": 54, "b": 60}}
+_NO_LEGEND = {"showlegend": False, "margin": {"t": 54}}
 _SLOWER, _FASTER, _TOTAL, _UNEXPLAINED = "#C44E52", "#3A8F6B", "#4C78A8", "#8C8C8C"
 
 
@@ -90,7 +90,7 @@ def step_by_category(frame):
     The line on each bar (`step`) marks the step's wall time: where kernels overlap, the bar is longer.
     """
     order = largest_first(frame, "category", "ms")
-    order = [name for name in order if name != "idle"] + ["idle"] * ("idle" in order)
+    order.sort(key=lambda name: name == "idle")  # stable: all others stay in order
     steps = frame.groupby("step", sort=False).agg(wall_ms=("wall_ms", "first"), ms=("ms", "sum"))
     names = [_wrapped(name) for name in steps.index]
     figure = go.Figure()
@@ -123,7 +123,7 @@ def step_by_category(frame):
         hoverinfo="skip",
     )
     return figure.update_layout(
-        **layout("A decode step by category", 190 + 50 * len(names), margin={"l": 70, "r": 40, "t": 110, "b": 60}),
+        **layout("A decode step by category", 190 + 50 * len(names), margin={"t": 110}),
         barmode="stack",
         xaxis={
             "title": "ms per decode step (line, number: wall time)",
