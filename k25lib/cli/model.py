@@ -57,7 +57,7 @@ def run_shapes(args):
 
 def _override(text):
     key, _, value = text.partition("=")
-    if not value.isdigit():
+    if not (value.isascii() and value.isdigit()):
         raise UsageError(f"--override {text}: give KEY=N with a whole number")
     return key, int(value)
 
@@ -68,8 +68,8 @@ def _hardware(args):
     from k25lib.environment import gpus
 
     if args.dram_gb_s is not None:
-        if not args.dram_gb_s > 0:
-            raise UsageError("--dram-gb-s must be positive")
+        if not 0 < args.dram_gb_s < float("inf"):
+            raise UsageError("--dram-gb-s must be a positive number")
         return hardware.Hardware("given", args.dram_gb_s, source="--dram-gb-s"), False
     if args.hardware:
         found = hardware.find(args.hardware)

@@ -30,6 +30,8 @@ class Format:
             self.strategy == "block" and not (len(self.block) == 2 and all(self.block))
         ):
             raise ValueError(f"strategy {self.strategy!r} with block {self.block}")
+        if self.strategy == "group" and not self.group:
+            raise ValueError("strategy 'group' without a group_size")
 
     def matrix_bytes(self, n, k):
         """Bytes of one [n, k] matrix, scales and zero points included."""
@@ -66,16 +68,20 @@ def plain(dtype):
 def _compressed_tensors(config, module):
     if any(_named(pattern, module) for pattern in config.get("ignore") or ()):
         return None
-    for group in (config.get("config_groups") or {}).values():
-        weights = group.get("weights")
-        targets = group.get("targets") or ()
-        if weights and ("Linear" in targets or any(_named(target, module) for target in targets)):
-            return _compressed_format(weights)
-    return None
+    if (config.get("sparsity_config") or {}).get("format", "dense") != "dense" or config.get("format") == "marlin-24":
+        raise ValueError("sparse weights are not known")
+    groups = [
+        (group.get("targets") or (), group.get("weights")) for group in (config.get("config_groups") or {}).values()
+    ]
+    own = [weights for targets, weights in groups if any(_named(target, module) for target in targets)]
+    weights = next(iter([*own, *(weights for targets, weights in groups if "Linear" in targets)]), None)
+    return _compressed_format(weights) if weights else None
 
 
 def _compressed_format(weights):
     bits, kind = weights["num_bits"], weights.get("type", "int")
+    if kind not in ("int", "float"):
+        raise ValueError(f"type {kind!r} of the weights is not known")
     strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "tensor")
     if strategy == "tensor_group":  # NVFP4: FP8 scales by group under one FP32 scale
         strategy = "group"
@@ -93,15 +99,26 @@ def _compressed_format(weights):
 
 
 def _gptq(config, module):
-    bits, group = config["bits"], config.get("group_size", -1)
     if module.endswith("lm_head") and not config.get("lm_head"):
         return None
+    chosen = [name for block in config.get("modules_in_block_to_quantize") or () for name in block]
+    if chosen and not any(name in module for name in chosen):
+        return None
+    for pattern, change in (config.get("dynamic") or {}).items():  # GPTQModel's: -: leaves a module as it is
+        if re.match(pattern.removeprefix("+:").removeprefix("-:"), module):
+            if pattern.startswith("-:"):
+                return None
+            config = config | change
+            break
+    bits, group = config["bits"], config.get("group_size", -1)
     grouped = group and group > 0
-    return Format(f"int{bits}", bits, group if grouped else 0, (), "group" if grouped else "channel", 2)
+    zeros = 0 if config.get("sym", True) else bits
+    return Format(f"int{bits}", bits, group if grouped else 0, (), "group" if grouped else "channel", 2, zeros)
 
 
 def _awq(config, module):
-    if any(part in module for part in config.get("modules_to_not_convert") or ()):
+    place = re.sub(r"(\.experts)\..*", r"\1", module)  # the server asks for a layer's experts as one
+    if any(part in place for part in config.get("modules_to_not_convert") or ()):
         return None
     bits, group = config.get("bits", config.get("w_bit", 4)), config.get("group_size", config.get("q_group_size", 128))
     grouped = group and group > 0

@@ -225,6 +225,7 @@ def test_command_refuses_nonsense(make_run, capsys):
     one, two = make_run(10.0).path, make_run(10.0, server={**SERVER, "model": "glm"}).path
     assert main(["compare", str(one), str(one)]) == 2
     assert main(["compare", str(one), "no-such-run"]) == 2
-    assert main(["compare", str(one), str(two), "--fail-over", "much"]) == 2
+    for limit in ("much", "", " ", "5", "-1%", "nan%", "inf%", "2000%"):
+        assert main(["compare", str(one), str(two), f"--fail-over={limit}"]) == 2
     assert main(["compare", str(one), str(two)]) == 1
     assert "model differs" in capsys.readouterr().out
