@@ -33,6 +33,8 @@ KINDS |= {Cat.COPY: MEMCPY, Cat.OLD_COPY: MEMCPY, Cat.SET: MEMSET, Cat.OLD_SET: 
 MARKS = {Cat.MARK, Cat.GPU_MARK}
 LAUNCHES = {Cat.RUNTIME, Cat.DRIVER, Cat.HIP}
 
+UNDECODED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
 _END = re.compile(rb"\}\s*,?\s*\]")
 _LOOKS_GPU = rb'["\']cat["\']\s*:\s*["\'](?:kernel|gpu_mem|Kernel|Mem)'
 
@@ -119,6 +121,7 @@ class Reader:
         event_type = _ExactEvent if exact else _OperatorEvent if operators else _Event
         self.columns, self.operators, self.exact = columns, operators, exact
         self.decode = msgspec.json.Decoder(list[event_type]).decode
+        self.decimal = Decimal if exact else None  # what the numbers of single events become
         self.wanted = {Cat.NONE} | MARKS | (set() if operators else KINDS.keys() - {Cat.KERNEL, Cat.OPERATOR})
         self.wanted |= LAUNCHES if launches else set()
 
@@ -126,7 +129,7 @@ class Reader:
         """Take a window of whole events; returns True if the event array ended inside it."""
         try:
             events = self.decode(b"".join([b"[", *parts, b"]"]))
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except UNDECODED:
             self.columns.slow_windows += 1
             return self.slowly(b"".join(parts))
         self.take(events)
@@ -138,7 +141,7 @@ class Reader:
             body = text[: end.start() + 1]
             try:
                 events = self.decode(b"[" + body + b"]")
-            except (msgspec.DecodeError, UnicodeDecodeError):
+            except UNDECODED:
                 continue
             self.take(events)
             self.columns.repaired += b"," in end[0]
@@ -154,7 +157,7 @@ class Reader:
         columns.events += len(events)
         if self.exact:
             for event in events:
-                event.ts = float(event.ts - columns.offset_us)
+                event.ts = _after(event.ts, columns.offset_us)
         if self.operators:
             chosen = [e for e in events if e.cat is Cat.OPERATOR and e.ph == "X"]
             if chosen:
@@ -236,8 +239,11 @@ class Reader:
     def one(self, text, is_repaired=False):
         """Take one event's text, strictly or (when repaired) leniently; returns whether it was a whole event."""
         try:
-            raw = json.loads(text, strict=False) if is_repaired else msgspec.json.decode(text)
-        except (msgspec.DecodeError, ValueError, RecursionError):
+            if is_repaired:
+                raw = json.loads(text, strict=False, parse_float=self.decimal)
+            else:
+                raw = msgspec.json.Decoder(float_hook=self.decimal).decode(text)
+        except (*UNDECODED, ValueError, ArithmeticError):
             return False
         if not isinstance(raw, dict):
             return False
@@ -262,16 +268,24 @@ class Reader:
             label if isinstance(label, str) else "",
         )
         if self.exact:
-            event.ts = Decimal(str(raw.get("ts"))) if event.ts == event.ts else Decimal("nan")
+            ts = raw.get("ts")
+            event.ts = ts if isinstance(ts, Decimal) else Decimal(ts.strip() if isinstance(ts, str) else event.ts)
         return event
+
+
+def _after(ts, offset_us):
+    try:
+        return float(ts - offset_us)
+    except ArithmeticError:  # beyond what a Decimal can be
+        return _NAN
 
 
 class RawReader(Reader):
     """Hands every event on as it stands in the file."""
 
-    def __init__(self, columns, take):
-        super().__init__(columns)
-        self.decode = msgspec.json.Decoder(list[dict]).decode
+    def __init__(self, columns, take, exact=False):
+        super().__init__(columns, exact=exact)
+        self.decode = msgspec.json.Decoder(list[dict], float_hook=self.decimal).decode
         self.take = take
 
     def event(self, raw):

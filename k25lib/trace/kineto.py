@@ -15,6 +15,7 @@ from k25lib.trace import windows
 from k25lib.trace.events import Columns, RawReader, Reader
 from k25lib.trace.table import Trace, clean
 
+ONE_CAPTURE_US = 60e6  # events further than this from the usual one are no part of it
 EXACT_US = 2.0**43  # beyond it a double no longer tells nanoseconds in microseconds
 
 
@@ -37,26 +38,38 @@ def scan(path, operators=False, launches=False):
     bytes(31 << 20)  # glibc keeps free memory up to the largest block ever freed: windows are then not mapped anew
     with _no_gc():
         columns.head, tail = windows.open_events(path, blocks, columns.warnings)
-        first = re.search(rb'"ts":\s*"?([\d.]{14,})', tail)
-        exact = bool(first and float(first[1]) > EXACT_US and b"." in first[1])
-        columns.offset_us = int(float(first[1])) if exact else 0
-        windows.feed(blocks, tail, Reader(columns, operators, launches, exact))
+        columns.offset_us = _offset_us(tail)
+        windows.feed(blocks, tail, Reader(columns, operators, launches, exact=columns.offset_us > 0))
     return columns
 
 
+def _starts(text):
+    """What the first events of a text have as `ts`, as it stands there, in order of time."""
+    found = re.findall(rb'"ph"\s*:\s*"X".{0,4000}?"ts"\s*:\s*"?(\d+(?:\.\d+)?)', text, re.DOTALL)
+    return sorted(found or re.findall(rb'"ts"\s*:\s*"?(\d+(?:\.\d+)?)', text), key=float)
+
+
+def _offset_us(text):
+    """A time near the events, where theirs are too late for doubles; else 0. One event's absurd time does not count."""
+    starts = _starts(text)
+    usual = starts[len(starts) // 2] if starts else b""
+    return int(float(usual)) if b"." in usual and float(usual) > EXACT_US else 0
+
+
 def raw_events(path, take):
-    """Call `take(events)` with every window's events as dicts; returns the text before the first event."""
+    """Call `take(events)` with every window's events as dicts, their numbers exact where doubles would not be; returns
+    the text before the first event."""
     columns = Columns()
     blocks = windows.pieces(path, columns.warnings)
     with _no_gc():
         columns.head, tail = windows.open_events(path, blocks, columns.warnings)
-        windows.feed(blocks, tail, RawReader(columns, take))
+        windows.feed(blocks, tail, RawReader(columns, take, exact=_offset_us(tail) > 0))
     return columns.head
 
 
 def peek(path):
-    """What the start of a file tells, without reading it: path, rank, world_size, process, start_ns (of its first
-    event). Raises K25Error if it is no trace."""
+    """What the start of a file tells, without reading it: path, rank, world_size, process, start_ns (of its earliest
+    event that lies near the others). Raises K25Error if it is no trace."""
     columns = Columns()
     blocks = windows.pieces(path, columns.warnings)
     columns.head, tail = windows.open_events(path, blocks, columns.warnings)
@@ -68,10 +81,9 @@ def peek(path):
     columns.process = process[1].decode("utf-8", "replace") if process else None
     columns.foot = tail[-4096:] if len(tail) < windows.WINDOW_BYTES else b""
     _meta(trace, columns)
-    found = re.search(rb'"ph"\s*:\s*"X".{0,4000}?"ts"\s*:\s*"?(\d+)', tail, re.DOTALL) or re.search(
-        rb'"ts"\s*:\s*"?(\d+)', tail
-    )
-    start_ns = (int(found[1]) * 1000 if found else 0) + (trace.meta["base_ns"] or 0)
+    starts = [int(float(text)) for text in _starts(tail)]
+    near = [us for us in starts if abs(us - starts[len(starts) // 2]) < ONE_CAPTURE_US]
+    start_ns = min(near, default=0) * 1000 + (trace.meta["base_ns"] or 0)
     return {"path": str(path), "start_ns": start_ns, **{k: trace.meta[k] for k in ("rank", "world_size", "process")}}
 
 
