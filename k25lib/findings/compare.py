@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
+from k25lib.errors import K25Error
+
 from .steps import captures, decode_step
 
 METHOD = "1"  # goes up when a verdict would change
@@ -124,10 +126,10 @@ def readable(runs):
     whole = []
     for run in runs:
         try:
-            if isinstance(run.manifest, dict):
+            if run.manifest:
                 measurements(run)
                 whole.append(run)
-        except (ValueError, OSError, KeyError, TypeError):
+        except (K25Error, ValueError, OSError, KeyError, TypeError):
             continue
     return whole
 
@@ -138,7 +140,7 @@ def identity(run):
     server, environment = manifest.get("server") or {}, manifest.get("environment") or {}
     load = manifest.get("macro") or {}
     told = load.get("settings") or {}
-    gpus = [gpu.get("name") for gpu in environment.get("gpus") or []]
+    gpus = [gpu.get("name") if isinstance(gpu, dict) else gpu for gpu in environment.get("gpus") or []]
     known = {
         "model": server.get("model") or environment.get("model"),
         "tensor parallel": server.get("tp"),

@@ -43,7 +43,7 @@ def breakdown(paths, group="fine", categories=None, session=None):
         else:
             losses += known.get("losses", [])
             result["meta"]["world_size"] = result["meta"]["world_size"] or known["world_size"]
-            measured.append(result | {key: known.get(key) for key in ("rank", "rank_from", "place")})
+            measured.append(result | {key: known.get(key) for key in ("rank", "rank_from", "place", "doubt")})
     if not measured:
         if tables:
             rules = Categories(categories)
@@ -163,7 +163,10 @@ def _told(m):
     """The losses of one rank's file."""
     yield from m["losses"]
     if m["rank_from"] not in ("distributedInfo", "deviceId"):
-        yield loss(m["path"], "rank from name", 1, f"no distributedInfo: rank {m['rank']} from {m['rank_from']}")
+        detail = f"{m['doubt'] or 'no distributedInfo'}: rank {m['rank']} from {m['rank_from']}"
+        yield loss(m["path"], "rank from name", 1, detail)
+    elif m["doubt"]:
+        yield loss(m["path"], "rank in doubt", 1, m["doubt"])
     if not m["per_step"]:
         detail = "no whole decode step found: figures per step cannot be given"
         yield loss(m["path"], "no decode steps", 1, detail)

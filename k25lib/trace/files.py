@@ -15,11 +15,13 @@ def find_files(paths):
         if not path.exists():
             raise UsageError(f"no such file or folder: {path}")
         if path.is_dir():
-            inside = sorted(path.iterdir())
-            if not any(_is_trace(p) or _is_table(p) for p in inside):
-                inside = sorted(path.glob("*/*"))
-            traces += [p for p in inside if _is_trace(p)]
-            tables += [p for p in inside if _is_table(p)]
+            for inside in (sorted(path.iterdir()), sorted(path.glob("*/*"))):
+                found = [p for p in inside if _is_trace(p)] or [p for p in inside if _looks_like_one(p)]
+                beside = [p for p in inside if _is_table(p)]
+                if found or beside:
+                    break
+            traces += found
+            tables += beside
         elif path.suffix == ".txt":
             tables.append(path)
         elif path.suffix in (".nsys-rep", ".qdrep"):
@@ -39,6 +41,14 @@ def _is_trace(path):
         return False
     is_json = path.name.endswith(TRACES) and ("trace" in path.name or path.name.endswith(".gz"))
     return is_json or path.suffix in nsys.SUFFIXES
+
+
+def _looks_like_one(path):
+    """Whether a .json file whose name says nothing begins as a trace does."""
+    if not path.is_file() or path.suffix != ".json":
+        return False
+    with path.open("rb") as file:
+        return b'"traceEvents"' in file.read(1 << 16)
 
 
 def _is_table(path):

@@ -9,7 +9,7 @@ _FIELD = r"(?i)(?<![a-z])(dp|pp|tp)[-_]?(\d+)(?!\d)"
 _RANK = r"(?i)rank[-_]?(\d+)"
 NEW_SESSION_NS = 50_000_000  # one process cannot start two captures within 50 ms: that is a copy, not a session
 ONE_START_NS = 60_000_000_000  # all ranks of a session start within a minute
-ONE_HOST_NS = 1_000_000_000  # files of other folders belong together only if they start within a second
+ONE_HOST_NS = 10_000_000_000  # files of other folders belong together only if they start within seconds
 
 
 def fields(text):
@@ -24,7 +24,20 @@ def place(m):
 
 def identify(peeks):
     """Set `rank` and `rank_from` of every peek (dicts with path, rank, process): distributedInfo, else the name's
-    dp/pp/tp fields, else those of the process's name, else `rankN` in the name, else the order of the files."""
+    dp/pp/tp fields, else those of the process's name, else `rankN` in the name, else the order of the files.
+
+    Where distributedInfo gives one rank to files whose names have other fields (each replica counts from 0), the names
+    decide. `doubt` says where the two contradict each other.
+    """
+    places = {}
+    for p in peeks:
+        p["doubt"] = ""
+        if "tp" in (named := fields(Path(p["path"]).name)):
+            places.setdefault(p["rank"], set()).add(tuple(sorted(named.items())))
+    if any(len(found) > 1 for rank, found in places.items() if rank is not None):
+        for p in (p for p in peeks if p["rank"] is not None and "tp" in fields(Path(p["path"]).name)):
+            p["doubt"] = f"distributedInfo gives rank {p['rank']} to several: the name decides"
+            p["rank"] = None
     unknown = [p for p in peeks if p["rank"] is None]
     for p in peeks:
         p.setdefault("rank_from", "distributedInfo")
@@ -42,6 +55,10 @@ def identify(peeks):
             else:
                 continue
             p["rank_from"] = source
+    if all(set(fields(Path(p["path"]).name).items()) >= {("dp", 0), ("pp", 0)} for p in peeks):  # rank and tp are one
+        for p in (p for p in peeks if p["rank_from"] == "distributedInfo"):
+            if (named := fields(Path(p["path"]).name).get("tp", p["rank"])) != p["rank"]:
+                p["doubt"] = f"the name says rank {named}, distributedInfo {p['rank']}: distributedInfo is believed"
     for i, p in enumerate(unknown):
         if p["rank"] is None:
             p["rank"], p["rank_from"] = i, "nothing: numbered in order"

@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+LONG_NS = 10_000_000  # shorter ones are not looked at
+EARLY = 8  # kernels of one stream in the second half of another: more than begin early
 KERNEL, MEMCPY, MEMSET, OPERATOR = range(4)  # the column `kind`
 
 
@@ -76,6 +78,7 @@ def clean(trace, start_us, dur_us):
     take(trace, order)
     del order
     _drop_duplicates(trace)
+    _drop_overlong(trace)
     return first
 
 
@@ -105,6 +108,23 @@ def _plausible(trace, start_us, dur_us):
     absurd = good & (dur_us > longest)
     trace.lose("absurd duration", np.count_nonzero(absurd), "set aside: longer than the whole capture and than 1 s")
     return good & ~absurd
+
+
+def _drop_overlong(trace):
+    """A stream runs its kernels one after another (the next may begin a little early): one that others of its stream
+    begin in until its end has not lasted so long."""
+    impossible = []
+    for i in np.flatnonzero((trace.kind != OPERATOR) & (trace.dur_ns > LONG_NS) & (trace.stream >= 0)):
+        until = min(trace.start_ns[i] + trace.dur_ns[i], trace.start_ns[-1] + 1)
+        middle, end = np.searchsorted(trace.start_ns, ((trace.start_ns[i] + until) // 2, until))
+        others = (trace.stream[middle:end] == trace.stream[i]) & (trace.dur_ns[middle:end] <= LONG_NS)
+        if np.count_nonzero(others) > EARLY:
+            impossible.append(i)
+    if impossible:
+        trace.lose("absurd duration", len(impossible), "set aside: others of their stream begin before they end")
+        keep = np.ones(len(trace.start_ns), bool)
+        keep[impossible] = False
+        take(trace, keep)
 
 
 def _drop_duplicates(trace):

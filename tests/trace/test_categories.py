@@ -128,3 +128,20 @@ def test_bad_rules_are_told_in_one_line(tmp_path, text):
 def test_missing_rules_file(tmp_path):
     with pytest.raises(UsageError, match=r"none\.toml"):
         Categories(tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize(
+    ("name", "category", "operation"),
+    [
+        ("ncclSymDevKernel_AllReduce_RSxLD_AGxSTMC_bf16(ncclSymDevArgs)", "allreduce_nccl", "allreduce"),
+        ("ncclSymkDevKernel_AllGather_LL(ncclSymkDevWorkArgs4K)", "other_comm", "allgather"),
+        ("void tensorrt_llm::mnnvl::oneshotAllreduceFusionKernel<8>(Params)", "allreduce_custom", "allreduce"),
+        ("void kernels::mnnvl_allreduce_lamport<bf16>(float*)", "allreduce_custom", "allreduce"),
+        ("void moe::all2all::dispatch_kernel<1>(float*)", "other_comm", "alltoall"),
+        ("void flashinfer::moeA2ADispatchKernel<1>(float*)", "other_comm", "alltoall"),
+        ("triton_poi_fused_add_all_reduce_mul_1", "other", None),
+    ],
+)
+def test_communication_of_newer_libraries(name, category, operation):
+    rules = Categories()
+    assert (rules.category(name), rules.operation(name)) == (category, operation)

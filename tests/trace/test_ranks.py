@@ -190,3 +190,57 @@ def test_replicas_of_tensor_parallel_groups(tmp_path):
     assert result["capture"]["ranks"] == [0, 1, 2, 3]
     waits = [row["wait_ms"] for row in result["skew"] if row["op"] == "allreduce"]
     assert waits == pytest.approx([21 * 1000 / 1e6, 0, 21 * 1000 / 1e6, 0])
+
+
+def test_names_decide_where_every_replica_counts_from_0():
+    """Replicas of a dense model are worlds of their own: distributedInfo says rank 0 (and 1) in each."""
+    names = [f"dp{d}_pp0_tp{t}_dcp0_ep0_rank{t}.1.pt.trace.json.gz" for d in (0, 1) for t in (0, 1)]
+    known = peeks(*names)
+    for i, p in enumerate(known):
+        p["rank"] = i % 2
+    ranks.identify(known)
+    assert [p["rank"] for p in known] == [0, 1, 2, 3]
+    assert {p["rank_from"] for p in known} == {"file name"}
+    assert "several: the name decides" in known[3]["doubt"]
+
+
+def test_a_copy_beside_a_named_file_is_a_clash_of_ranks(tmp_path):
+    paths, _ = write_capture(tmp_path, 2, **SMALL)
+    shutil.copy(paths[0], tmp_path / "copy.pt.trace.json.gz")
+    result = breakdown([tmp_path])
+    assert result["capture"]["ranks"] == [0, 0, 1]
+    assert [loss["kind"] for loss in result["losses"]] == ["rank clash"]
+
+
+def test_a_name_that_contradicts_distributed_info_is_told(tmp_path):
+    paths, _ = write_capture(tmp_path, 2, **SMALL)
+    paths[0].rename(tmp_path / "x")
+    paths[1].rename(paths[0])
+    (tmp_path / "x").rename(paths[1])
+    result = breakdown([tmp_path])
+    details = [loss["detail"] for loss in result["losses"] if loss["kind"] == "rank in doubt"]
+    assert details == [
+        f"the name says rank {1 - rank}, distributedInfo {rank}: distributedInfo is believed" for rank in (0, 1)
+    ]
+
+
+def test_folders_of_hosts_whose_clocks_are_seconds_apart(tmp_path):
+    paths, _ = write_capture(tmp_path / "a", 2, (0, 1250), **SMALL)
+    later, _ = write_capture(tmp_path / "b", 2, (0, 1250), start_ns=5_000_005_000_000_000, **SMALL)
+    before = breakdown([tmp_path / "a"])["collectives"]
+    paths[1].unlink()
+    later[0].unlink()
+    result = breakdown([tmp_path / "a", tmp_path / "b"])
+    assert result["capture"]["ranks"] == [0, 1]
+    for row, same in zip(result["collectives"], before, strict=True):
+        assert row["wait_ms"] == pytest.approx(same["wait_ms"], abs=1e-6)
+    assert {loss["kind"] for loss in result["losses"]} == {"collectives"}
+
+
+def test_a_folder_of_traces_whose_names_say_nothing(tmp_path):
+    paths, _ = write_capture(tmp_path / "a", 2, **SMALL)
+    for i, path in enumerate(paths):
+        (tmp_path / f"worker{i}.json").write_bytes(gzip.decompress(path.read_bytes()))
+    shutil.rmtree(tmp_path / "a")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert breakdown([tmp_path])["capture"]["ranks"] == [0, 1]

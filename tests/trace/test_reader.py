@@ -396,3 +396,17 @@ def test_an_annotation_of_absurd_length_is_set_aside(base, read):
     assert losses(trace) == {"absurd annotation": 1}
     assert len(trace.marks) == 3
     assert sorted(rows(trace)) == truth
+
+
+@pytest.mark.parametrize(("dur_us", "stream", "lost"), [(5e5, 7, 1), (2e4, 7, 1), (5e5, 99, 0), (9e3, 7, 0)])
+def test_a_kernel_that_others_of_its_stream_run_inside_is_set_aside(read, dur_us, stream, lost):
+    """A stream runs one kernel after another; a long wait beside other streams is possible, and kept."""
+    events, truth = rank_events(0, decode=80, prefill=0)
+    at = next(re.search(r'"ts": ([\d.]+)', e)[1] for e in events if '"kernel"' in e)
+    args = f'"args": {{"stream": {stream}, "correlation": 1}}'
+    events.append(
+        f'{{"ph": "X", "cat": "kernel", "name": "x", "pid": 0, "tid": 7, "ts": {at}, "dur": {dur_us}, {args}}}'
+    )
+    trace = read(wrap(events).encode())
+    assert losses(trace) == ({"absurd duration": 1} if lost else {})
+    assert kernels(trace) == truth["kernels"] + 1 - lost
