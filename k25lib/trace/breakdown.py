@@ -37,7 +37,7 @@ def breakdown(paths, group="fine", categories=None, session=None):
     chosen, told = _choose(groups, session)
     losses += told
     measured = []
-    for known, result in zip(chosen, _measure_all(chosen, group, categories), strict=True):
+    for known, result in _measure_all(chosen, group, categories):
         if "error" in result:
             losses.append(loss(known["path"], "unreadable file", 1, result["error"]))
         else:
@@ -75,6 +75,25 @@ def _choose(groups, session):
 
 
 def _measure_all(chosen, group, categories):
+    """(what is known of it, its measures) of every rank; the GPUs of a Kineto file with several are a rank each."""
+    found = list(zip(chosen, _in_parallel(chosen, group, categories), strict=True))
+    width = max((len(result.get("devices", ())) for _, result in found), default=0)
+    if not width:
+        return found
+    found = [(known | {"rank": known["rank"] * width}, result) for known, result in found]
+    placed = []
+    for known, devices in ((known, result["devices"]) for known, result in found if "devices" in result):
+        detail = f"kernels of GPUs {', '.join(map(str, devices))} in one file: each is taken for a rank"
+        told = [*known.get("losses", []), loss(known["path"], "several devices", len(devices), detail)]
+        place = ranks.place(known)
+        for i, device in enumerate(devices):
+            own = {"rank": known["rank"] + i, "rank_from": "deviceId", "device": device, "losses": [] if i else told}
+            placed.append(known | own | {"place": place | {"tp": place.get("tp", 0) * width + i}})
+    rest = [(known, result) for known, result in found if "devices" not in result]
+    return [*rest, *zip(placed, _in_parallel(placed, group, categories), strict=True)]
+
+
+def _in_parallel(chosen, group, categories):
     jobs = [(known["path"], group, categories, known.get("device")) for known in chosen]
     if len(jobs) < 2:
         return [_measure(*job) for job in jobs]

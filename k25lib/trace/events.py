@@ -42,6 +42,7 @@ _LOOKS_GPU = rb'["\']cat["\']\s*:\s*["\'](?:kernel|gpu_mem|Kernel|Mem)'
 class _Args(msgspec.Struct, gc=False, frozen=True):
     stream: int = -1
     correlation: int = -1
+    device: int = -1
     external: int = msgspec.field(name="External id", default=-1)
     name: str = ""
 
@@ -63,8 +64,20 @@ class _OperatorEvent(_Event, gc=False):
     tid: int | str = 0
 
 
+class _PlacedEvent(_Event, gc=False):
+    pid: int | str = -1  # of the GPU's events, the device
+
+
 class _ExactEvent(_Event, gc=False):
     ts: Decimal = Decimal("nan")
+
+
+class _ExactPlacedEvent(_ExactEvent, gc=False):
+    pid: int | str = -1
+
+
+class _LooseEvent(_OperatorEvent, gc=False):
+    pid: int | str = -1
 
 
 class _Numbered(dict):
@@ -85,6 +98,7 @@ class Columns:
         self.marks, self.launches, self.process = {}, {}, None
         self.head, self.foot = b"", b""
         self.repaired = self.unreadable = self.unreadable_gpu = self.slow_windows = self.events = 0
+        self.devices = set()  # of all kernels
         self.offset_us = 0  # taken off every ts of an exact pass
         self.warnings = []
 
@@ -115,11 +129,12 @@ class Columns:
 
 
 class Reader:
-    """Decodes windows of events into Columns."""
+    """Decodes windows of events into Columns; with `device`, of the GPU's events those of this one alone."""
 
-    def __init__(self, columns, operators=False, launches=False, exact=False):
+    def __init__(self, columns, operators=False, launches=False, exact=False, device=None):
         event_type = _ExactEvent if exact else _OperatorEvent if operators else _Event
-        self.columns, self.operators, self.exact = columns, operators, exact
+        event_type = event_type if device is None else _ExactPlacedEvent if exact else _PlacedEvent
+        self.columns, self.operators, self.exact, self.device = columns, operators, exact, device
         self.decode = msgspec.json.Decoder(list[event_type]).decode
         self.decimal = Decimal if exact else None  # what the numbers of single events become
         self.wanted = {Cat.NONE} | MARKS | (set() if operators else KINDS.keys() - {Cat.KERNEL, Cat.OPERATOR})
@@ -169,10 +184,11 @@ class Reader:
             kernel = Cat.KERNEL
             chosen = [e for e in events if e.cat is kernel]
             if chosen:
-                columns.add(chosen, KERNEL)
+                columns.devices.update([e.args.device for e in chosen])
+                columns.add(self.here(chosen), KERNEL)
         wanted = self.wanted
         chosen = [e for e in events if e.cat in wanted]
-        columns.mark([e for e in chosen if e.cat in MARKS])
+        columns.mark([e for e in chosen if e.cat in MARKS and self.is_here(e)])
         copies = {}
         for event in chosen:
             cat = event.cat
@@ -183,7 +199,14 @@ class Reader:
             elif event.name == "process_name" and ("Worker" in event.args.name or not columns.process):
                 columns.process = event.args.name
         for kind, chosen in copies.items():
-            columns.add(chosen, kind)
+            columns.add(self.here(chosen), kind)
+
+    def here(self, events):
+        """Those of this reader's device."""
+        return events if self.device is None else [e for e in events if e.args.device == self.device]
+
+    def is_here(self, mark):
+        return self.device is None or mark.cat is Cat.MARK or mark.pid == self.device
 
     def slowly(self, body, is_last=False):
         """Event by event. Returns whether the array ended in `body` (an end counts only after a whole event)."""
@@ -258,12 +281,13 @@ class Reader:
         cat, name = (raw.get(key) if isinstance(raw.get(key), str) else "" for key in ("cat", "name"))
         label = args.get("name")
         cat = Cat(cat)
-        event = _OperatorEvent(cat=cat, name=name, ts=number(raw.get("ts")), dur=number(raw.get("dur")))
+        event = _LooseEvent(cat=cat, name=name, ts=number(raw.get("ts")), dur=number(raw.get("dur")))
         event.ph = raw.get("ph", "X")
-        event.tid = raw.get("tid") if isinstance(raw.get("tid"), int | str) else 0
+        event.tid, event.pid = (raw[k] if isinstance(raw.get(k), int | str) else -1 for k in ("tid", "pid"))
         event.args = _Args(
             integer(args.get("stream", raw.get("tid") if cat in KINDS else None)),
             integer(args.get("correlation")),
+            integer(args.get("device")),
             integer(args.get("External id", args.get("external id"))),
             label if isinstance(label, str) else "",
         )

@@ -62,4 +62,5 @@ def peek(path):
 
 def read(path, device=None, launches=False):
     """One rank's Trace; `device` is of its `peek`. `launches` also takes when each launch began on the CPU."""
-    return kineto.read(path, launches) if device is None else nsys.read(path, device, launches)
+    is_nsys = isinstance(device, tuple)
+    return nsys.read(path, device, launches) if is_nsys else kineto.read(path, launches, device)

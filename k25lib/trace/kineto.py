@@ -30,16 +30,17 @@ def _no_gc():
             gc.enable()
 
 
-def scan(path, operators=False, launches=False):
-    """One pass over a file: its Columns. `operators` takes CPU operators instead of GPU events (for CPU traces);
-    `launches` also takes the CPU time of every kernel launch. Raises K25Error if the file holds no trace at all."""
+def scan(path, operators=False, launches=False, device=None):
+    """One pass over a file: its Columns. `operators` takes CPU operators instead of GPU events (for CPU traces),
+    `launches` also the CPU time of every kernel launch; `device` leaves other GPUs' events out. Raises K25Error if the
+    file holds no trace at all."""
     columns = Columns()
     blocks = windows.pieces(path, columns.warnings)
     bytes(31 << 20)  # glibc keeps free memory up to the largest block ever freed: windows are then not mapped anew
     with _no_gc():
         columns.head, tail = windows.open_events(path, blocks, columns.warnings)
         columns.offset_us = _offset_us(tail)
-        windows.feed(blocks, tail, Reader(columns, operators, launches, exact=columns.offset_us > 0))
+        windows.feed(blocks, tail, Reader(columns, operators, launches, columns.offset_us > 0, device))
     return columns
 
 
@@ -87,17 +88,19 @@ def peek(path):
     return {"path": str(path), "start_ns": start_ns, **{k: trace.meta[k] for k in ("rank", "world_size", "process")}}
 
 
-def read(path, launches=False):
+def read(path, launches=False, device=None):
     """One file as a Trace: its GPU events, or its CPU operators where there are none (`is_cpu`).
 
-    `launches` also takes when each launch began on the CPU. Raises K25Error if the file is no trace, or has neither GPU
-    events nor operators.
+    `launches` also takes when each launch began on the CPU; `device` leaves the events of other GPUs out
+    (`meta["devices"]` are all that have kernels). Raises K25Error if the file is no trace, or has neither GPU events
+    nor operators.
     """
-    columns = scan(path, launches=launches)
+    columns = scan(path, launches=launches, device=device)
     trace = Trace(path=str(path), is_cpu=not columns.kind)
     if trace.is_cpu:
         columns = scan(path, operators=True)
     _meta(trace, columns)
+    trace.meta |= {} if device is None else {"device": device, "pid": None}
     _tell(trace, columns)
     if trace.is_cpu and re.search(rb'"deviceProperties"\s*:\s*\[\s*\{', columns.head + columns.foot):
         why = "the file is cut before them" if trace.truncated else "were they recorded?"
@@ -150,6 +153,7 @@ def _meta(trace, columns):
         "world_size": integer(b"world_size", info),
         "base_ns": integer(b"baseTimeNanoseconds", text),
         "process": columns.process,
+        "devices": sorted(columns.devices - {-1}),
         "events": columns.events,
         "slow_windows": columns.slow_windows,
     }

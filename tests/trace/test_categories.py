@@ -140,8 +140,10 @@ def test_missing_rules_file(tmp_path):
         ("void moe::all2all::dispatch_kernel<1>(float*)", "other_comm", "alltoall"),
         ("void flashinfer::moeA2ADispatchKernel<1>(float*)", "other_comm", "alltoall"),
         ("triton_poi_fused_add_all_reduce_mul_1", "other", None),
+        ("Cijk_Alik_Bljk_BBS_BH_Bias_HA_S_SAV_UserArgs_MT256x32x64_MI16x16x1", "gemm", None),
+        ("void (anonymous namespace)::store_kvcache<2048l, 4, false, long>(Params)", "kv_cache", None),
     ],
 )
-def test_communication_of_newer_libraries(name, category, operation):
+def test_names_of_other_libraries(name, category, operation):
     rules = Categories()
     assert (rules.category(name), rules.operation(name)) == (category, operation)

@@ -1,6 +1,8 @@
 """Ranks and sessions are told apart; collectives are paired, and waiting is told from transfer."""
 
 import gzip
+import json
+import re
 import shutil
 
 import pytest
@@ -244,3 +246,33 @@ def test_a_folder_of_traces_whose_names_say_nothing(tmp_path):
     shutil.rmtree(tmp_path / "a")
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert breakdown([tmp_path])["capture"]["ranks"] == [0, 1]
+
+
+@pytest.mark.parametrize("absolute", [False, True])
+def test_gpus_of_one_process_are_a_rank_each(tmp_path, absolute):
+    """One process drives two GPUs: one file, with the streams' numbers twice."""
+    paths, _ = write_capture(tmp_path / "a", 2, (0, 1250), cpu_marks=False, **SMALL)
+    before = breakdown([tmp_path / "a"])
+    data, other = (json.loads(gzip.decompress(path.read_bytes())) for path in paths)
+    for e in other["traceEvents"]:
+        args = e.get("args", {})
+        for key in {"correlation", "External id"} & set(args):
+            args[key] += 10**6
+        if e.get("cat") in ("kernel", "gpu_user_annotation"):
+            e["pid"] = 1
+        if e.get("cat") == "kernel":
+            args["device"] = 1
+    data["traceEvents"] += other["traceEvents"]
+    del data["distributedInfo"]
+    text = json.dumps(data)
+    if absolute:  # read exactly, by another event type
+        text = re.sub(r'"ts": (\d{13})\.', lambda m: f'"ts": {int(m[1]) + 1_762_000_000_000_000}.', text)
+        text = text.replace("baseTimeNanoseconds", "other")
+    (tmp_path / "both.pt.trace.json").write_text(text)
+    result = breakdown([tmp_path / "both.pt.trace.json"])
+    assert [row["device"] for row in result["capture"]["devices"]] == [0, 1]
+    assert (result["capture"]["ranks"], result["capture"]["parallel"]["tp"]) == ([0, 1], 2)
+    assert [(loss["kind"], loss["count"]) for loss in result["losses"]] == [("several devices", 2)]
+    for ours, theirs in zip(result["per_step"], before["per_step"], strict=True):
+        assert {**ours, "file": ""} == {**theirs, "file": ""}
+    assert result["collectives"] == before["collectives"]
