@@ -5,6 +5,7 @@ import re
 from array import array
 from decimal import Decimal
 from enum import Enum
+from typing import Annotated
 
 import msgspec
 
@@ -39,9 +40,12 @@ _END = re.compile(rb"\}\s*,?\s*\]")
 _LOOKS_GPU = rb'["\']cat["\']\s*:\s*["\'](?:kernel|gpu_mem|Kernel|Mem)'
 
 
+_Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+
+
 class _Args(msgspec.Struct, gc=False, frozen=True):
-    stream: int = -1
-    correlation: int = -1
+    stream: _Int64 = -1
+    correlation: _Int64 = -1
     device: int = -1
     external: int = msgspec.field(name="External id", default=-1)
     name: str = ""

@@ -13,7 +13,7 @@ import numpy as np
 from k25lib.errors import K25Error
 from k25lib.trace import windows
 from k25lib.trace.events import Columns, RawReader, Reader
-from k25lib.trace.table import Trace, clean
+from k25lib.trace.table import DAYS_US, Trace, clean
 
 ONE_CAPTURE_US = 60e6  # events further than this from the usual one are no part of it
 EXACT_US = 2.0**43  # beyond it a double no longer tells nanoseconds in microseconds
@@ -131,7 +131,7 @@ def read(path, launches=False, device=None):
         else:
             far.append(name)
     trace.lose("absurd annotation", len(far), f"times far from every event, set aside: {', '.join(far[:3])}")
-    trace.launches = {c: round((t - first) * 1000) for c, t in columns.launches.items() if t == t}
+    trace.launches = {c: round((t - first) * 1000) for c, t in columns.launches.items() if abs(t - first) < DAYS_US}
     return trace
 
 

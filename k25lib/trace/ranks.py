@@ -115,20 +115,25 @@ def pair(measured):
                 transfer, first, clock, has_pair = paired[i]
                 use = decode & has_pair
                 if use.any() and use.sum() >= 0.5 * decode.sum():
-                    scale = decode.sum() / use.sum() / steps / 1e6  # calls without a partner are taken like the others
-                    row["transfer_ms"] = float(transfer[use].sum()) * scale
-                    row["wait_ms"] = float((dur[use] - transfer[use]).sum()) * scale
+                    _split(row, float(transfer[use].sum()), float(dur[use].sum()))
                     row["late_us"] = float((start[use] - first[use]).mean()) / 1e3
                     row["clock_us"] = clock / 1e3
             own.append(row)
         if any(row["calls"] for row in own):
             skew += own
-            mean = {"op": op}
-            for key in ("calls", "ms", "wait_ms", "transfer_ms"):
-                values = [row[key] for row in own if row[key] is not None]
-                mean[key] = float(np.mean(values)) if values else None
+            mean = {"op": op, **{key: float(np.mean([row[key] for row in own])) for key in ("calls", "ms")}}
+            mean |= dict.fromkeys(("wait_ms", "transfer_ms"))
+            if split := [row for row in own if row["transfer_ms"] is not None]:
+                _split(mean, sum(row["transfer_ms"] for row in split), sum(row["ms"] for row in split))
             rows.append(mean)
     return rows, skew, losses
+
+
+def _split(row, transfer, whole):
+    """Split the row's `ms` as `transfer` and the rest of `whole` are: calls and ranks without a partner are taken like
+    the others."""
+    row["transfer_ms"] = row["ms"] * transfer / whole if whole else 0.0
+    row["wait_ms"] = max(0.0, row["ms"] - row["transfer_ms"])
 
 
 def _calls(m, op):

@@ -4,6 +4,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+LAST_US = 2.0**53  # later ones have no nanoseconds in 64 bits
+DAYS_US = 1e12  # no capture lasts eleven days
+LATE_US = 1e9  # where events are at a quarter of an hour and later, none is at or before 0
 LONG_NS = 10_000_000  # shorter ones are not looked at
 EARLY = 8  # kernels of one stream in the second half of another: more than begin early
 KERNEL, MEMCPY, MEMSET, OPERATOR = range(4)  # the column `kind`
@@ -96,15 +99,18 @@ def _plausible(trace, start_us, dur_us):
     good = finite & ~negative
     if not good.any():
         return good
-    usual = start_us[good]
+    middle = np.median(start_us[good])  # many may be absurd: these are, however many
+    never = good & ((np.abs(start_us) > LAST_US) | (np.abs(start_us - middle) > DAYS_US))
+    never |= good & (start_us <= 0) & (middle > LATE_US)
+    usual = start_us[good & ~never] if (good & ~never).any() else start_us[good]
     lo, hi = np.percentile(usual, (5, 95) if len(usual) > 20 else (50, 50), method="nearest")
     extent = max(hi - lo, 1e6)
-    far = good & ((start_us < lo - 5 * extent) | (start_us > hi + 5 * extent))
+    far = never | good & ((start_us < lo - 5 * extent) | (start_us > hi + 5 * extent))
     zero = far & (start_us <= 0)
     trace.lose("zero or negative time", np.count_nonzero(zero), "set aside: a start at or before 0")
     trace.lose("absurd time", np.count_nonzero(far & ~zero), "set aside: a start far from all others")
     good &= ~far
-    longest = max(float(np.ptp(start_us[good])), 1e6)
+    longest = max(float(np.ptp(start_us[good])), 1e6) if good.any() else 1e6
     absurd = good & (dur_us > longest)
     trace.lose("absurd duration", np.count_nonzero(absurd), "set aside: longer than the whole capture and than 1 s")
     return good & ~absurd

@@ -276,3 +276,17 @@ def test_gpus_of_one_process_are_a_rank_each(tmp_path, absolute):
     for ours, theirs in zip(result["per_step"], before["per_step"], strict=True):
         assert {**ours, "file": ""} == {**theirs, "file": ""}
     assert result["collectives"] == before["collectives"]
+
+
+@pytest.mark.parametrize("share", [0.3, 0.7, 0.95])
+def test_waiting_and_transfer_add_up_however_much_is_lost(tmp_path, share):
+    """A rank that lost calls, or all of them, does not take time out of the sum of the two parts."""
+    paths, _ = write_capture(tmp_path, 2, (0, 1250), **SMALL)
+    text = gzip.decompress(paths[1].read_bytes())
+    paths[1].write_bytes(gzip.compress(text[: int(len(text) * share)]))
+    result = breakdown([tmp_path])
+    assert result["collectives"]
+    for row in [*result["collectives"], *result["skew"]]:
+        if row["wait_ms"] is not None:
+            assert row["ms"] == pytest.approx(row["wait_ms"] + row["transfer_ms"])
+            assert row["wait_ms"] >= 0
