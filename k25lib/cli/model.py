@@ -27,8 +27,12 @@ def add(commands):
 def run_shapes(args):
     """Print the shapes; exit code 0."""
     from k25lib.model import load_model
+    from k25lib.model.config import read_config
 
-    model = load_model(args.config, dict(_override(text) for text in args.override))
+    overrides = dict(_override(text) for text in args.override)
+    if unknown := [key for key in overrides if key not in read_config(args.config).text]:
+        raise UsageError(f"--override {unknown[0]}: {args.config} has no such key to replace")
+    model = load_model(args.config, overrides)
     step = model.step(args.tp, args.batch, args.context, args.expert_parallel, args.data_parallel, args.kv_dtype)
     hardware, assumed = _hardware(args)
     result = {

@@ -152,6 +152,8 @@ class Model:
         if why:
             possible = ", ".join(map(str, self.possible_tp()))
             raise UsageError(f"tp={tp} cannot be: {why}; tp may be {possible}")
+        if self.config.quantization and all(self.format_of(m) == self.dtype for m in self.matrices()):
+            raise K25Error("quantization_config of config.json names no matrix of this model: are its targets others'?")
         shape = self.shape
         tokens = batch * dp
         touched = touched_experts(shape.experts, shape.experts_per_token, tokens)

@@ -66,15 +66,14 @@ def plain(dtype):
 
 
 def _compressed_tensors(config, module):
-    if any(_named(pattern, module) for pattern in config.get("ignore") or ()):
-        return None
     if (config.get("sparsity_config") or {}).get("format", "dense") != "dense" or config.get("format") == "marlin-24":
         raise ValueError("sparse weights are not known")
-    groups = [
-        (group.get("targets") or (), group.get("weights")) for group in (config.get("config_groups") or {}).values()
-    ]
+    if any(_named(pattern, module) for pattern in _listed(config.get("ignore"))):
+        return None
+    groups = [(_listed(group.get("targets")), group.get("weights")) for group in config["config_groups"].values()]
     own = [weights for targets, weights in groups if any(_named(target, module) for target in targets)]
-    weights = next(iter([*own, *(weights for targets, weights in groups if "Linear" in targets)]), None)
+    by_class = [weights for targets, weights in groups if "Linear" in targets]
+    weights = next(iter(own + by_class), None)  # a name goes before a class
     return _compressed_format(weights) if weights else None
 
 
@@ -101,7 +100,7 @@ def _compressed_format(weights):
 def _gptq(config, module):
     if module.endswith("lm_head") and not config.get("lm_head"):
         return None
-    chosen = [name for block in config.get("modules_in_block_to_quantize") or () for name in block]
+    chosen = [name for block in _listed(config.get("modules_in_block_to_quantize")) for name in _listed(block)]
     if chosen and not any(name in module for name in chosen):
         return None
     for pattern, change in (config.get("dynamic") or {}).items():  # GPTQModel's: -: leaves a module as it is
@@ -118,7 +117,7 @@ def _gptq(config, module):
 
 def _awq(config, module):
     place = re.sub(r"(\.experts)\..*", r"\1", module)  # the server asks for a layer's experts as one
-    if any(part in place for part in config.get("modules_to_not_convert") or ()):
+    if any(part in place for part in _listed(config.get("modules_to_not_convert"))):
         return None
     bits, group = config.get("bits", config.get("w_bit", 4)), config.get("group_size", config.get("q_group_size", 128))
     grouped = group and group > 0
@@ -128,7 +127,7 @@ def _awq(config, module):
 
 def _fp8(config, module):
     ignored = config.get("ignored_layers") or config.get("modules_to_not_convert") or ()
-    if any(_named(pattern, module) for pattern in ignored):
+    if any(_named(pattern, module) for pattern in _listed(ignored)):
         return None
     block = config.get("weight_block_size")
     return Format("fp8", 8, 0, tuple(block or ()), "block" if block else "tensor", 4)
@@ -142,6 +141,13 @@ METHODS = {
     "awq_marlin": _awq,
     "fp8": _fp8,
 }
+
+
+def _listed(names):
+    """A list of names that may be absent, or one name alone."""
+    if not isinstance(names or [], list | tuple | str):
+        raise ValueError(f"{names!r} is no list of modules")
+    return [names] if isinstance(names, str) else names or []
 
 
 def _named(pattern, module):

@@ -386,6 +386,13 @@ def test_a_target_by_name_goes_before_one_by_class(load):
     assert step["dense down"]["bytes_per_call"] == 4096 * 14336 + 2 * 4096
 
 
+def test_one_name_alone_is_a_list_of_one(load):
+    groups = {"a": {"targets": "Linear", "weights": W4}}
+    config = {"quant_method": "compressed-tensors", "config_groups": groups, "ignore": "re:.*self_attn.*"}
+    step = gemms(load(LLAMA_8B, quantization_config=config).step())
+    assert (step["o_proj"]["dtype"], step["dense down"]["dtype"]) == ("bf16", "int4")
+
+
 def test_compression_config_is_the_older_name(load):
     groups = {"a": {"targets": ["Linear"], "weights": W4}}
     step = load(LLAMA_8B, compression_config={"quant_method": "compressed-tensors", "config_groups": groups}).step()
@@ -407,6 +414,10 @@ def test_compression_config_is_the_older_name(load):
             },
             "sparse weights",
         ),
+        ({}, "KeyError"),
+        ({"config_groups": {}}, "names no matrix"),
+        ({"config_groups": {"a": {"targets": ["Conv2d"], "weights": W4}}}, "names no matrix"),
+        ({"config_groups": {"a": {"targets": ["Linear"], "weights": W4}}, "ignore": {"a": 1}}, "no list of modules"),
     ],
 )
 def test_compressed_weights_that_are_not_known(load, more, message):

@@ -43,6 +43,7 @@ def test_text_has_the_sum_and_its_bandwidth(capsys):
         (["--dram-gb-s", "inf"], "must be a positive number"),
         (["--override", "a=b"], "whole number"),
         (["--override", "hidden_size=²"], "whole number"),
+        (["--override", "num_hidden_layer=2"], "no such key"),
     ],
 )
 def test_usage_errors_are_one_line(capsys, words, message):
