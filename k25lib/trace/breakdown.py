@@ -250,7 +250,9 @@ def expected_calls(result, config, tp=None, overrides=None):
     from k25lib.model import load_model
 
     told = result["capture"].get("parallel", {"tp": 1, "dp": 1, "ep": False})
-    step = load_model(config, overrides).step(tp=tp or told["tp"], batch=1, ep=told["ep"], dp=told["dp"])
+    step = load_model(config, overrides).step(
+        tp=told["tp"] if tp is None else tp, batch=1, ep=told["ep"], dp=told["dp"]
+    )
     return step.census(result["capture"]["kind"])
 
 

@@ -3,6 +3,7 @@
 import json
 import re
 from array import array
+from collections import Counter
 from decimal import Decimal
 from enum import Enum
 from typing import Annotated
@@ -102,7 +103,7 @@ class Columns:
         self.marks, self.launches, self.process = {}, {}, None
         self.head, self.foot = b"", b""
         self.repaired = self.unreadable = self.unreadable_gpu = self.slow_windows = self.events = 0
-        self.devices = set()  # of all kernels
+        self.devices = Counter()  # of all kernels
         self.offset_us = 0  # taken off every ts of an exact pass
         self.warnings = []
 

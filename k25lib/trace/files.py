@@ -10,6 +10,8 @@ TRACES = (".json", ".json.gz")
 
 def find_files(paths):
     """(trace files, text tables) of files and folders. A folder without traces is searched one level down."""
+    if not all(map(str, paths)):
+        raise UsageError("an empty path names no trace; . is the current folder")
     traces, tables = [], []
     for path in map(Path, paths):
         if not path.exists():
@@ -33,7 +35,7 @@ def find_files(paths):
             f"no traces (*.json, *.json.gz, *.sqlite) in {', '.join(map(str, paths))}: "
             "was the capture stopped and written?"
         )
-    return list(dict.fromkeys(traces)), list(dict.fromkeys(tables))
+    return [list({path.resolve(): path for path in reversed(each)}.values())[::-1] for each in (traces, tables)]
 
 
 def _is_trace(path):

@@ -16,6 +16,7 @@ from k25lib.trace.events import Columns, RawReader, Reader
 from k25lib.trace.table import DAYS_US, Trace, clean
 
 ONE_CAPTURE_US = 60e6  # events further than this from the usual one are no part of it
+SMALL = 0.25  # ranks of one model have about as many kernels each: a GPU with less than this of the most is none
 EXACT_US = 2.0**43  # beyond it a double no longer tells nanoseconds in microseconds
 
 
@@ -100,7 +101,11 @@ def read(path, launches=False, device=None):
     if trace.is_cpu:
         columns = scan(path, operators=True)
     _meta(trace, columns)
-    trace.meta |= {} if device is None else {"device": device, "pid": None}
+    if device is not None:
+        trace.meta |= {"device": device, "pid": None}
+        others = sum(n for d, n in columns.devices.items() if d not in trace.meta["devices"])
+        if device == trace.meta["devices"][0]:
+            trace.lose("other device", others, "kernels of GPUs with too few for a rank, or of none: in no figure")
     _tell(trace, columns)
     if trace.is_cpu and re.search(rb'"deviceProperties"\s*:\s*\[\s*\{', columns.head + columns.foot):
         why = "the file is cut before them" if trace.truncated else "were they recorded?"
@@ -153,7 +158,9 @@ def _meta(trace, columns):
         "world_size": integer(b"world_size", info),
         "base_ns": integer(b"baseTimeNanoseconds", text),
         "process": columns.process,
-        "devices": sorted(columns.devices - {-1}),
+        "devices": sorted(
+            d for d, n in columns.devices.items() if d >= 0 and n >= SMALL * max(columns.devices.values())
+        ),
         "events": columns.events,
         "slow_windows": columns.slow_windows,
     }

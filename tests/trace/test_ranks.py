@@ -290,3 +290,25 @@ def test_waiting_and_transfer_add_up_however_much_is_lost(tmp_path, share):
         if row["wait_ms"] is not None:
             assert row["ms"] == pytest.approx(row["wait_ms"] + row["transfer_ms"])
             assert row["wait_ms"] >= 0
+
+
+@pytest.mark.parametrize("value", [5, 10**18, None, "x", -3])
+def test_a_few_odd_device_numbers_make_no_rank(tmp_path, value):
+    (path, *_), _ = write_capture(tmp_path, 1, **SMALL)
+    before = breakdown([path])
+    data = json.loads(gzip.decompress(path.read_bytes()))
+    for e in [e for e in data["traceEvents"] if e.get("cat") == "kernel"][:3]:
+        e["args"]["device"] = value
+    path.write_bytes(gzip.compress(json.dumps(data).encode()))
+    result = breakdown([path])
+    assert result["per_step"] == before["per_step"]
+    assert result["losses"] == []
+
+
+def test_a_file_named_twice_is_one_file(tmp_path):
+    paths, _ = write_capture(tmp_path, 2, **SMALL)
+    (tmp_path / "link.pt.trace.json.gz").symlink_to(paths[0])
+    result = breakdown([tmp_path, *paths, tmp_path / "link.pt.trace.json.gz"])
+    assert (result["capture"]["ranks"], result["capture"]["files"], result["losses"]) == ([0, 1], 2, [])
+    with pytest.raises(UsageError, match="an empty path"):
+        breakdown([""])
