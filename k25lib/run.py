@@ -13,11 +13,13 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from k25lib.errors import UsageError
+from k25lib.errors import K25Error, UsageError
 from k25lib.redaction import redact_tree
 
 PROJECT = Path(__file__).resolve().parents[1]
 SCHEMA = "k25.run/1"
+SECTIONS = ("settings", "environment", "server", "git", "method", "phases", "macro", "captures")
+NESTED = (("captures", None), ("environment", "flags"), ("macro", "settings"), ("macro", "plateau"))
 
 
 def runs_root():
@@ -44,7 +46,7 @@ class Run:
         root = Path(root or runs_root())
         root.mkdir(parents=True, exist_ok=True)
         now = datetime.now(UTC)
-        stem = f"{now:%Y-%m-%dT%H%M%S}-{re.sub(r'[^A-Za-z0-9._-]+', '-', name) or 'run'}"
+        stem = f"{now:%Y-%m-%dT%H%M%S}-{_as_file(name)}"
         for suffix in ["", *(f".{n}" for n in range(2, 1000))]:
             path = root / (stem + suffix)
             try:
@@ -92,13 +94,33 @@ class Run:
             return cls.find(text, root)
         runs = cls.all(root)
         if not reading:
-            runs = [r for r in runs if r.manifest.get("kind") == "interactive"]
+            runs = [r for r in runs if r.kind == "interactive"]
         return runs[-1] if runs else cls.create("interactive", root, kind="interactive")
 
     @property
     def manifest(self):
-        """The manifest as it is on disk now, a dict."""
-        return json.loads((self.path / "manifest.json").read_text(encoding="utf-8"))
+        """The manifest as it is on disk now, a dict of dicts. Raises K25Error where the file is damaged."""
+        file = self.path / "manifest.json"
+        try:
+            manifest = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise K25Error(f"{file} cannot be read ({error}): restore it, or move the run away") from None
+        if why := _strange(manifest):
+            raise K25Error(f"{file} is no run's manifest ({why}): restore it, or move the run away")
+        return manifest
+
+    @property
+    def kind(self):
+        """`interactive` for a notebook's run, else empty; also where the manifest is damaged."""
+        try:
+            return self.manifest.get("kind") or ""
+        except K25Error:
+            return ""
+
+    @property
+    def file_name(self):
+        """The run's name, as the name of a file."""
+        return _as_file(self.manifest.get("name"))
 
     @contextmanager
     def changing(self):
@@ -124,9 +146,13 @@ class Run:
         part.replace(self.path / f"{table}.parquet")
 
     def table(self, table):
-        """The table as a DataFrame; empty if this run has none."""
+        """The table as a DataFrame; empty if this run has none. Raises K25Error where the file is damaged."""
         path = self.path / f"{table}.parquet"
-        return pd.read_parquet(path) if path.is_file() else pd.DataFrame()
+        try:
+            return pd.read_parquet(path) if path.is_file() else pd.DataFrame()
+        except (OSError, ValueError, pa.ArrowException) as error:
+            why = str(error).splitlines()[0]
+            raise K25Error(f"{path} cannot be read ({why}): restore it, or remove it and run its phase again") from None
 
     def tables(self):
         """The names of the tables of this run."""
@@ -145,6 +171,29 @@ class Run:
     def report_dir(self):
         """Where this run's report goes: `reports/<run>`."""
         return reports_root() / self.path.name
+
+
+def _as_file(name):
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", str(name or "")) or "run"
+
+
+def _strange(manifest):
+    """Why a manifest's parts are not what every reader of it takes them for; empty if they are."""
+    if not isinstance(manifest, dict):
+        return "it holds no JSON object"
+    parts = [(name, manifest.get(name)) for name in SECTIONS]
+    for section, key in NESTED:
+        inside = manifest.get(section) or {}
+        if isinstance(inside, dict):
+            parts += [(f"{section}.{k}", v) for k, v in inside.items() if key in (None, k)]
+    wrong = [name for name, part in parts if part is not None and not isinstance(part, dict)]
+    if not wrong:
+        lists = {
+            "command": manifest.get("command"),
+            "environment.gpus": (manifest.get("environment") or {}).get("gpus"),
+        }
+        wrong = [name for name, value in lists.items() if not isinstance(value or [], list)]
+    return f"{wrong[0]} is not what it should be" if wrong else ""
 
 
 def _write_json(path, value):

@@ -36,7 +36,7 @@ def run_compare(args):
     from k25lib.findings.compare import compare_runs, readable, worse_beyond
     from k25lib.run import Run
 
-    limit = _fraction(args.fail_over) if args.fail_over else None
+    limit = None if args.fail_over is None else _fraction(args.fail_over)
     history = readable(Run.all())
     before, after = (_restarts(side, history) for side in (args.before, args.after))
     if not before or not after:
@@ -73,11 +73,12 @@ def _restarts(side, known):
 
 
 def _fraction(text):
+    is_percent = text.endswith("%")
     try:
-        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+        value = float(text.removesuffix("%")) / (100 if is_percent else 1)
     except ValueError:
         value = -1.0
-    if not 0 <= value < 10:
+    if not 0 <= value < (10 if is_percent else 1):  # 5 may be meant as 5 %: not to be guessed
         raise UsageError(f"--fail-over {text!r}: give a percentage such as 5% (or a fraction such as 0.05)")
     return value
 

@@ -27,8 +27,12 @@ def add(commands):
 def run_shapes(args):
     """Print the shapes; exit code 0."""
     from k25lib.model import load_model
+    from k25lib.model.config import read_config
 
-    model = load_model(args.config, dict(_override(text) for text in args.override))
+    overrides = dict(_override(text) for text in args.override)
+    if unknown := [key for key in overrides if key not in read_config(args.config).text]:
+        raise UsageError(f"--override {unknown[0]}: {args.config} has no such key to replace")
+    model = load_model(args.config, overrides)
     step = model.step(args.tp, args.batch, args.context, args.expert_parallel, args.data_parallel, args.kv_dtype)
     hardware, assumed = _hardware(args)
     result = {
@@ -57,7 +61,7 @@ def run_shapes(args):
 
 def _override(text):
     key, _, value = text.partition("=")
-    if not value.isdigit():
+    if not (value.isascii() and value.isdigit()):
         raise UsageError(f"--override {text}: give KEY=N with a whole number")
     return key, int(value)
 
@@ -68,8 +72,8 @@ def _hardware(args):
     from k25lib.environment import gpus
 
     if args.dram_gb_s is not None:
-        if not args.dram_gb_s > 0:
-            raise UsageError("--dram-gb-s must be positive")
+        if not 0 < args.dram_gb_s < float("inf"):
+            raise UsageError("--dram-gb-s must be a positive number")
         return hardware.Hardware("given", args.dram_gb_s, source="--dram-gb-s"), False
     if args.hardware:
         found = hardware.find(args.hardware)

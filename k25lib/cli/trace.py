@@ -42,8 +42,7 @@ def _breakdown(args):
     result = breakdown(args.paths, group=args.group, categories=args.categories, session=args.session)
     if args.config and result["per_step"]:
         result["census"] = census(result, expected_calls(result, args.config, args.tp))
-    for loss in result["losses"]:
-        print(f"k25: {loss['kind']} ({loss['count']}), {loss['file']}: {loss['detail']}", file=sys.stderr)
+    _tell(result["losses"])
     if args.json:
         del result["passes"]
         print_json(result)
@@ -51,15 +50,34 @@ def _breakdown(args):
         print("\n".join(_lines(result)))
 
 
+def _tell(losses):
+    for loss in losses:
+        print(f"k25: {loss['kind']} ({loss['count']}), {loss['file']}: {loss['detail']}", file=sys.stderr)
+
+
+def _plain(name):
+    """A name of any file on one line of a terminal, without its control characters."""
+    return "".join(c if c.isprintable() else "?" for c in name[:90])
+
+
 def _lines(result):
     capture, counts = result["capture"], result["steps"]
     yield f"{capture['note']}; {capture['files']} files, ranks {capture['ranks']} of {capture['world_size']}"
-    if not result["per_step"]:
-        for row in result.get("session_totals", [])[:40]:
-            yield f"rank {row['rank']} {row['ms']:12.3f} ms {row['calls']:9} calls  {row['category']:16} {row['name']}"
+    for row in result.get("session_totals", [])[:40]:
+        numbers = f"{row['ms']:12.3f} ms {row['calls']:9} calls  {row['category']:16}"
+        yield f"rank {row['rank']} {numbers} {_plain(row['name'])}"
+    if capture["kind"] == "table":
         return
     kinds = ("decode", "decode_eager", "prefill", "mixed", "dummy", "partial", "empty")
     passes = ", ".join(f"{counts[k]} {k}" for k in kinds if counts[k])
+    if not result["per_step"]:
+        yield f"passes: {passes or 'none'} (by {counts['found_by']}); below: means per pass, as no step is decode"
+        for row in result["by_kind"]:
+            yield (
+                f"rank {row['rank']} {row['kind']}: {row['passes']} passes, {row['kernels']:.1f} kernels, "
+                f"sum {row['kernel_sum_ms']:.3f} ms, busy {row['busy_ms']:.3f}, span {row['span_ms']:.3f}"
+            )
+        return
     yield f"passes: {passes} (by {counts['found_by']}); below: means per {counts['measured']} step"
     for row in result["per_step"]:
         gap = "-" if row["interval_ms"] is None else f"{row['interval_ms']:.3f}"
@@ -77,7 +95,7 @@ def _lines(result):
                 yield f"{row['category']:17} {numbers}"
     yield ""
     for row in result["unknown"]:
-        yield f"unknown: {row['ms']:.4f} ms, {row['calls']:.2f} calls: {row['name'][:90]}"
+        yield f"unknown: {row['ms']:.4f} ms, {row['calls']:.2f} calls: {_plain(row['name'])}"
     for row in result["collectives"]:
         split = "waiting cannot be told from one rank"
         if row["wait_ms"] is not None:
@@ -93,5 +111,7 @@ def _slice(args):
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from k25lib.trace.slice import cut
 
-    events = cut(args.paths, args.step, args.output)
+    losses = []
+    events = cut(args.paths, args.step, args.output, losses)
+    _tell(losses)
     print(f"{args.output}: {events} events of decode step {args.step}; open it in https://ui.perfetto.dev")

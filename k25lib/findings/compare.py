@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from k25lib.errors import K25Error
+
 from .spread import CONFIDENCE, change, mean, percent, pooled_spread, restarts_for
 from .steps import captures, decode_step
 
@@ -45,10 +47,10 @@ def readable(runs):
     whole = []
     for run in runs:
         try:
-            if isinstance(run.manifest, dict):
+            if run.manifest:
                 measurements(run)
                 whole.append(run)
-        except (ValueError, OSError, KeyError, TypeError):
+        except (K25Error, ValueError, OSError, KeyError, TypeError):
             continue
     return whole
 
@@ -59,7 +61,7 @@ def identity(run):
     server, environment = manifest.get("server") or {}, manifest.get("environment") or {}
     load = manifest.get("macro") or {}
     told = load.get("settings") or {}
-    gpus = [gpu.get("name") for gpu in environment.get("gpus") or []]
+    gpus = [gpu.get("name") if isinstance(gpu, dict) else gpu for gpu in environment.get("gpus") or []]
     known = {
         "model": server.get("model") or environment.get("model"),
         "tensor parallel": server.get("tp"),

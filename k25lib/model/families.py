@@ -45,6 +45,8 @@ class Shape:
     head: Matrix
     norm_elements: int
     kv_heads: Part  # what one layer keeps for a token
+    window: int = 0  # tokens that a layer with a sliding window reads at most
+    windowed_layers: int = 0
     experts: int = 0
     experts_per_token: int = 0
     moe_layers: int = 0
@@ -110,9 +112,9 @@ def mla(config):
     need, prefix = config.need, config.prefix
     hidden, heads = need("hidden_size"), need("num_attention_heads")
     nope, rope, value = need("qk_nope_head_dim"), need("qk_rope_head_dim"), need("v_head_dim")
-    latent, q_rank = need("kv_lora_rank"), config.number("q_lora_rank")
-    count, dense = need("num_hidden_layers"), config.number("first_k_dense_replace")
-    every, experts = config.number("moe_layer_freq", 1, least=1), config.number("n_routed_experts")
+    latent, q_rank = need("kv_lora_rank"), config.stated("q_lora_rank")
+    count, dense = need("num_hidden_layers"), config.stated("first_k_dense_replace")
+    every, experts = config.number("moe_layer_freq", 1, least=1), config.stated("n_routed_experts")
     layers, sparse = [], 0
     for index in range(count):
         at = f"{prefix}model.layers.{index}"
@@ -140,7 +142,7 @@ def mla(config):
         if experts and index >= dense and index % every == 0:
             sparse += 1
             width = need("moe_intermediate_size")
-            shared = config.number("n_shared_experts") * width
+            shared = config.stated("n_shared_experts") * width
             names = ("gate_proj", "up_proj", "down_proj")
             matrices += _moe(f"{at}.mlp", hidden, experts, width, names, shared, "moe_intermediate_size")
         else:
@@ -171,14 +173,27 @@ def gqa_moe(config):
     return _grouped_query(config, lambda index: index not in dense and (index + 1) % every == 0)
 
 
+def _windowed(config, count):
+    """Layers whose attention is bounded by `sliding_window`."""
+    types = config.get("layer_types")
+    if not config.number("sliding_window"):
+        return 0
+    if isinstance(types, list):
+        return types.count("sliding_attention")
+    if config.says("qwen"):  # off unless switched on, and then from one layer on
+        return max(0, count - config.number("max_window_layers", count)) if config.get("use_sliding_window") else 0
+    return count if config.says("mistral", "mixtral") else 0
+
+
 def _grouped_query(config, is_sparse):
     need, prefix = config.need, config.prefix
     hidden, heads, count = need("hidden_size"), need("num_attention_heads"), need("num_hidden_layers")
-    kv_heads = config.number("num_key_value_heads", heads, least=1)
-    size = config.number("head_dim", hidden // heads, least=1)
-    mixtral = config.get("num_local_experts") is not None
-    experts = config.number("num_local_experts") or config.number("num_experts")
-    layers, sparse = [], 0
+    kv_heads = (config.number if config.says("llama") else config.stated)("num_key_value_heads") or heads
+    size = need("head_dim") if config.says("qwen3") else config.number("head_dim", hidden // heads, least=1)
+    if heads % kv_heads or (config.get("head_dim") is None and hidden % heads):
+        raise K25Error(f"config.json has {heads} attention heads, which do not fit its hidden_size and key-value heads")
+    mixtral = config.says("mixtral")
+    layers, sparse, experts = [], 0, 0
     for index in range(count):
         at = f"{prefix}model.layers.{index}"
         attention = f"{at}.self_attn"
@@ -190,19 +205,18 @@ def _grouped_query(config, is_sparse):
         ]
         if is_sparse(index):
             sparse += 1
+            experts = need("num_local_experts" if mixtral else "num_experts")
             width = need("intermediate_size" if mixtral else "moe_intermediate_size")
             names = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
             block = "block_sparse_moe" if mixtral else "mlp"
-            shared = config.number("shared_expert_intermediate_size")
-            if not experts:
-                raise K25Error("config.json lacks 'num_experts' (or 'num_local_experts'), which its architecture needs")
+            shared = (config.stated if config.says("qwen2") else config.number)("shared_expert_intermediate_size")
             matrices += _moe(f"{at}.{block}", hidden, experts, width, names, shared, "expert width")
             if shared:
                 matrices.append(_copied("shared gate", (f"{at}.mlp.shared_expert_gate",), 1, hidden, quantizable=False))
         else:
             matrices += _mlp(f"{at}.mlp", hidden, need("intermediate_size"), "dense", "intermediate_size")
         layers.append(matrices)
-    head_norms = 2 * size if config.get("model_type") in ("qwen3", "qwen3_moe") else 0
+    head_norms = 2 * size if config.says("qwen3") else 0
     return Shape(
         hidden=hidden,
         vocab=need("vocab_size"),
@@ -210,7 +224,9 @@ def _grouped_query(config, is_sparse):
         head=_head(config),
         norm_elements=count * (2 * hidden + head_norms) + hidden,
         kv_heads=Part(kv_heads, 2 * size, "key-value heads", copied=True),
-        experts=experts if sparse else 0,
+        window=config.number("sliding_window"),
+        windowed_layers=_windowed(config, count),
+        experts=experts,
         experts_per_token=need("num_experts_per_tok") if sparse else 0,
         moe_layers=sparse,
         embedding_parameters=_embedding(config),

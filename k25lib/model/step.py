@@ -32,6 +32,7 @@ class Step:
     collectives: list
     norm_bytes: int
     kv_bytes_per_token: int
+    kv_bytes: int  # of KV cache that one rank reads: `context` tokens for each request, or what a window leaves of them
     touched_experts: float
     layers: int
     moe_layers: int
@@ -40,11 +41,6 @@ class Step:
     def weight_bytes(self):
         """Bytes of weights and norms that one rank reads in the step."""
         return sum(gemm["bytes_per_step"] for gemm in self.gemms) + self.norm_bytes
-
-    @property
-    def kv_bytes(self):
-        """Bytes of KV cache that one rank reads: `context` tokens for each of `batch` requests."""
-        return self.kv_bytes_per_token * self.context * self.batch
 
     def ideal_ms(self, dram_gb_s):
         """Time in ms that reading weights and KV cache takes at `dram_gb_s` (10^9 bytes/s): the bandwidth bound."""
@@ -156,6 +152,8 @@ class Model:
         if why:
             possible = ", ".join(map(str, self.possible_tp()))
             raise UsageError(f"tp={tp} cannot be: {why}; tp may be {possible}")
+        if self.config.quantization and all(self.format_of(m) == self.dtype for m in self.matrices()):
+            raise K25Error("quantization_config of config.json names no matrix of this model: are its targets others'?")
         shape = self.shape
         tokens = batch * dp
         touched = touched_experts(shape.experts, shape.experts_per_token, tokens)
@@ -184,7 +182,8 @@ class Model:
             }
         for row in rows.values():
             row["bytes_per_step"] = row["bytes_per_call"] * row["calls_per_step"]
-        kv_bytes = 1 if kv_dtype == "fp8" else self.dtype.bits // 8
+        layer_bytes = shape.kv_heads.on_rank(tp) * (1 if kv_dtype == "fp8" else self.dtype.bits // 8)
+        beyond = shape.windowed_layers * max(0, context - shape.window)  # tokens outside of sliding windows
         return Step(
             tp=tp,
             dp=dp,
@@ -193,7 +192,8 @@ class Model:
             gemms=list(rows.values()),
             collectives=self._collectives(tp, dp, batch),
             norm_bytes=shape.norm_elements * self.dtype.bits // 8,
-            kv_bytes_per_token=shape.kv_heads.on_rank(tp) * kv_bytes * len(shape.layers),
+            kv_bytes_per_token=layer_bytes * len(shape.layers),
+            kv_bytes=layer_bytes * batch * (len(shape.layers) * context - beyond),
             touched_experts=touched,
             layers=len(shape.layers),
             moe_layers=shape.moe_layers,

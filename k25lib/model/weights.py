@@ -30,6 +30,8 @@ class Format:
             self.strategy == "block" and not (len(self.block) == 2 and all(self.block))
         ):
             raise ValueError(f"strategy {self.strategy!r} with block {self.block}")
+        if self.strategy == "group" and not self.group:
+            raise ValueError("strategy 'group' without a group_size")
 
     def matrix_bytes(self, n, k):
         """Bytes of one [n, k] matrix, scales and zero points included."""
@@ -64,18 +66,21 @@ def plain(dtype):
 
 
 def _compressed_tensors(config, module):
-    if any(_named(pattern, module) for pattern in config.get("ignore") or ()):
+    if (config.get("sparsity_config") or {}).get("format", "dense") != "dense" or config.get("format") == "marlin-24":
+        raise ValueError("sparse weights are not known")
+    if any(_named(pattern, module) for pattern in _listed(config.get("ignore"))):
         return None
-    for group in (config.get("config_groups") or {}).values():
-        weights = group.get("weights")
-        targets = group.get("targets") or ()
-        if weights and ("Linear" in targets or any(_named(target, module) for target in targets)):
-            return _compressed_format(weights)
-    return None
+    groups = [(_listed(group.get("targets")), group.get("weights")) for group in config["config_groups"].values()]
+    own = [weights for targets, weights in groups if any(_named(target, module) for target in targets)]
+    by_class = [weights for targets, weights in groups if "Linear" in targets]
+    weights = next(iter(own + by_class), None)  # a name goes before a class
+    return _compressed_format(weights) if weights else None
 
 
 def _compressed_format(weights):
     bits, kind = weights["num_bits"], weights.get("type", "int")
+    if kind not in ("int", "float"):
+        raise ValueError(f"type {kind!r} of the weights is not known")
     strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "tensor")
     if strategy == "tensor_group":  # NVFP4: FP8 scales by group under one FP32 scale
         strategy = "group"
@@ -93,15 +98,26 @@ def _compressed_format(weights):
 
 
 def _gptq(config, module):
-    bits, group = config["bits"], config.get("group_size", -1)
     if module.endswith("lm_head") and not config.get("lm_head"):
         return None
+    chosen = [name for block in _listed(config.get("modules_in_block_to_quantize")) for name in _listed(block)]
+    if chosen and not any(name in module for name in chosen):
+        return None
+    for pattern, change in (config.get("dynamic") or {}).items():  # GPTQModel's: -: leaves a module as it is
+        if re.match(pattern.removeprefix("+:").removeprefix("-:"), module):
+            if pattern.startswith("-:"):
+                return None
+            config = config | change
+            break
+    bits, group = config["bits"], config.get("group_size", -1)
     grouped = group and group > 0
-    return Format(f"int{bits}", bits, group if grouped else 0, (), "group" if grouped else "channel", 2)
+    zeros = 0 if config.get("sym", True) else bits
+    return Format(f"int{bits}", bits, group if grouped else 0, (), "group" if grouped else "channel", 2, zeros)
 
 
 def _awq(config, module):
-    if any(part in module for part in config.get("modules_to_not_convert") or ()):
+    place = re.sub(r"(\.experts)\..*", r"\1", module)  # the server asks for a layer's experts as one
+    if any(part in place for part in _listed(config.get("modules_to_not_convert"))):
         return None
     bits, group = config.get("bits", config.get("w_bit", 4)), config.get("group_size", config.get("q_group_size", 128))
     grouped = group and group > 0
@@ -111,7 +127,7 @@ def _awq(config, module):
 
 def _fp8(config, module):
     ignored = config.get("ignored_layers") or config.get("modules_to_not_convert") or ()
-    if any(_named(pattern, module) for pattern in ignored):
+    if any(_named(pattern, module) for pattern in _listed(ignored)):
         return None
     block = config.get("weight_block_size")
     return Format("fp8", 8, 0, tuple(block or ()), "block" if block else "tensor", 4)
@@ -125,6 +141,13 @@ METHODS = {
     "awq_marlin": _awq,
     "fp8": _fp8,
 }
+
+
+def _listed(names):
+    """A list of names that may be absent, or one name alone."""
+    if not isinstance(names or [], list | tuple | str):
+        raise ValueError(f"{names!r} is no list of modules")
+    return [names] if isinstance(names, str) else names or []
 
 
 def _named(pattern, module):

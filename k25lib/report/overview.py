@@ -2,6 +2,9 @@
 
 import json
 
+import pandas as pd
+
+from k25lib.errors import K25Error
 from k25lib.findings import compare
 from k25lib.findings.summary import summarise
 from k25lib.report import tables
@@ -9,6 +12,16 @@ from k25lib.report.escape import plain
 from k25lib.run import Run
 
 _UNFINISHED = {"pending": "has not run yet", "running": "is running", "failed": "failed", "skipped": "was skipped"}
+
+
+class Sound(Run):
+    """A run whose damaged tables are as if they were not there; the overview tells of them."""
+
+    def table(self, table):
+        try:
+            return super().table(table)
+        except K25Error:
+            return pd.DataFrame()
 
 
 def overview(run):
@@ -40,10 +53,10 @@ def overview(run):
         },
         "phases": [
             {"name": name, **phase, "question": plain(phase.get("question") or "").strip("*_# ")}
-            for name, phase in sorted((manifest.get("phases") or {}).items())
+            for name, phase in _phases(manifest)
         ],
         "summary": found,
-        "missing": [*_unfinished(manifest), *found.get("missing", [])],
+        "missing": [*_unfinished(manifest), *_damaged(run), *found.get("missing", [])],
     }
 
 
@@ -122,14 +135,30 @@ def counted(values, always=True):
     return ", ".join(f"{n} × {text}" if (n := texts.count(text)) > 1 else text for text in dict.fromkeys(texts))
 
 
+def _phases(manifest):
+    """(name, what is known of it) of every phase, in order."""
+    phases = (manifest.get("phases") or {}).items()
+    return [(name, phase if isinstance(phase, dict) else {}) for name, phase in sorted(phases)]
+
+
 def _unfinished(manifest):
     """What did not happen, a sentence each: the server as it was found, and phases that have not ended well."""
-    error, phases = manifest.get("server_error"), sorted((manifest.get("phases") or {}).items())
+    error = manifest.get("server_error")
     said = [f"the server could not be left as it was found: {error}"] if error else []
-    for name, phase in phases:
+    for name, phase in _phases(manifest):
         if phase.get("state") in _UNFINISHED:
             said.append(f"{name} {_UNFINISHED[phase['state']]}" + (f": {phase['why']}" if phase.get("why") else ""))
     return said
+
+
+def _damaged(run):
+    found = []
+    for name in run.tables():
+        try:
+            Run(run.path).table(name)
+        except K25Error as error:
+            found.append(plain(error))
+    return found
 
 
 def _summary(run):

@@ -37,13 +37,13 @@ def breakdown(paths, group="fine", categories=None, session=None):
     chosen, told = _choose(groups, session)
     losses += told
     measured = []
-    for known, result in zip(chosen, _measure_all(chosen, group, categories), strict=True):
+    for known, result in _measure_all(chosen, group, categories):
         if "error" in result:
             losses.append(loss(known["path"], "unreadable file", 1, result["error"]))
         else:
             losses += known.get("losses", [])
             result["meta"]["world_size"] = result["meta"]["world_size"] or known["world_size"]
-            measured.append(result | {key: known.get(key) for key in ("rank", "rank_from", "place")})
+            measured.append(result | {key: known.get(key) for key in ("rank", "rank_from", "place", "doubt")})
     if not measured:
         if tables:
             rules = Categories(categories)
@@ -75,6 +75,25 @@ def _choose(groups, session):
 
 
 def _measure_all(chosen, group, categories):
+    """(what is known of it, its measures) of every rank; the GPUs of a Kineto file with several are a rank each."""
+    found = list(zip(chosen, _in_parallel(chosen, group, categories), strict=True))
+    width = max((len(result.get("devices", ())) for _, result in found), default=0)
+    if not width:
+        return found
+    found = [(known | {"rank": known["rank"] * width}, result) for known, result in found]
+    placed = []
+    for known, devices in ((known, result["devices"]) for known, result in found if "devices" in result):
+        detail = f"kernels of GPUs {', '.join(map(str, devices))} in one file: each is taken for a rank"
+        told = [*known.get("losses", []), loss(known["path"], "several devices", len(devices), detail)]
+        place = ranks.place(known)
+        for i, device in enumerate(devices):
+            own = {"rank": known["rank"] + i, "rank_from": "deviceId", "device": device, "losses": [] if i else told}
+            placed.append(known | own | {"place": place | {"tp": place.get("tp", 0) * width + i}})
+    rest = [(known, result) for known, result in found if "devices" not in result]
+    return [*rest, *zip(placed, _in_parallel(placed, group, categories), strict=True)]
+
+
+def _in_parallel(chosen, group, categories):
     jobs = [(known["path"], group, categories, known.get("device")) for known in chosen]
     if len(jobs) < 2:
         return [_measure(*job) for job in jobs]
@@ -163,7 +182,10 @@ def _told(m):
     """The losses of one rank's file."""
     yield from m["losses"]
     if m["rank_from"] not in ("distributedInfo", "deviceId"):
-        yield loss(m["path"], "rank from name", 1, f"no distributedInfo: rank {m['rank']} from {m['rank_from']}")
+        detail = f"{m['doubt'] or 'no distributedInfo'}: rank {m['rank']} from {m['rank_from']}"
+        yield loss(m["path"], "rank from name", 1, detail)
+    elif m["doubt"]:
+        yield loss(m["path"], "rank in doubt", 1, m["doubt"])
     if not m["per_step"]:
         detail = "no whole decode step found: figures per step cannot be given"
         yield loss(m["path"], "no decode steps", 1, detail)
@@ -228,7 +250,9 @@ def expected_calls(result, config, tp=None, overrides=None):
     from k25lib.model import load_model
 
     told = result["capture"].get("parallel", {"tp": 1, "dp": 1, "ep": False})
-    step = load_model(config, overrides).step(tp=tp or told["tp"], batch=1, ep=told["ep"], dp=told["dp"])
+    step = load_model(config, overrides).step(
+        tp=told["tp"] if tp is None else tp, batch=1, ep=told["ep"], dp=told["dp"]
+    )
     return step.census(result["capture"]["kind"])
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from k25lib.errors import UsageError
 
 GROUPS = ("fine", "operation", "role")
+ANY_NAMES = ("qjz", "xkw")  # what names both, names any
 COMMUNICATION = ("allreduce_nccl", "allreduce_custom", "other_comm")
 
 
@@ -50,14 +51,24 @@ def _regex(rule):
 def _load(path):
     try:
         rules = tomllib.loads(Path(path).read_text())
-        for entry in [*rules.get("rule", []), *rules.get("collective", [])]:
-            if _regex(entry).search(""):
-                raise UsageError(f"{path}: the pattern {entry['pattern']!r} matches any name; make it name a kernel")
-            entry.get("category") or entry["operation"]
+        for kind, what in (("rule", "category"), ("collective", "operation")):
+            for entry in rules.get(kind, []):
+                regex = _regex(entry)
+                if regex.search("") or all(regex.search(name) for name in ANY_NAMES):
+                    raise UsageError(
+                        f"{path}: the pattern {entry['pattern']!r} matches any name; make it name a kernel"
+                    )
+                if not entry[what] or not isinstance(entry[what], str):
+                    raise KeyError(what)
+        for group, folds in rules.get("groups", {}).items():
+            if group not in GROUPS or not all(isinstance(fold, str) and fold for fold in folds.values()):
+                raise UsageError(
+                    f"{path}: [groups.{group}] names categories' folds; groups are {', '.join(GROUPS[1:])}"
+                )
     except OSError as error:
         raise UsageError(f"cannot read the rules in {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, re.error) as error:
         raise UsageError(f"{path} is not a file of rules: {error}") from None
     except (KeyError, TypeError, AttributeError):
-        raise UsageError(f"{path}: each [[rule]] needs a category and a pattern") from None
+        raise UsageError(f"{path}: each [[rule]] needs a category and a pattern, each of groups a table") from None
     return rules

@@ -43,11 +43,13 @@ class _Batches:
 def measure(path, group="fine", user_rules=None, device=None):
     """One rank of a file -> plain dicts and small arrays; times are means per decode step in ms.
 
-    `device` says which GPU, for nsys's files. Raises K25Error if the file has no events. Runs in a worker process, so
-    what it returns is small.
+    `device` says which GPU; without it, only {"devices"} comes back of a Kineto file with kernels of several. Raises
+    K25Error if the file has no events. Runs in a worker process, so what it returns is small.
     """
     rules = Categories(user_rules)
     trace = files.read(path, device)
+    if device is None and len(devices := trace.meta["devices"]) > 1:
+        return {"devices": devices}
     found = steps.find(trace, rules.category, lambda: files.read(path, device, launches=True).launches)
     passes = found.passes
     batches = _Batches.of_passes(passes)

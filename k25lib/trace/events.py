@@ -3,8 +3,10 @@
 import json
 import re
 from array import array
+from collections import Counter
 from decimal import Decimal
 from enum import Enum
+from typing import Annotated
 
 import msgspec
 
@@ -33,13 +35,19 @@ KINDS |= {Cat.COPY: MEMCPY, Cat.OLD_COPY: MEMCPY, Cat.SET: MEMSET, Cat.OLD_SET: 
 MARKS = {Cat.MARK, Cat.GPU_MARK}
 LAUNCHES = {Cat.RUNTIME, Cat.DRIVER, Cat.HIP}
 
+UNDECODED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
 _END = re.compile(rb"\}\s*,?\s*\]")
 _LOOKS_GPU = rb'["\']cat["\']\s*:\s*["\'](?:kernel|gpu_mem|Kernel|Mem)'
 
 
+_Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+
+
 class _Args(msgspec.Struct, gc=False, frozen=True):
-    stream: int = -1
-    correlation: int = -1
+    stream: _Int64 = -1
+    correlation: _Int64 = -1
+    device: int = -1
     external: int = msgspec.field(name="External id", default=-1)
     name: str = ""
 
@@ -61,8 +69,20 @@ class _OperatorEvent(_Event, gc=False):
     tid: int | str = 0
 
 
+class _PlacedEvent(_Event, gc=False):
+    pid: int | str = -1  # of the GPU's events, the device
+
+
 class _ExactEvent(_Event, gc=False):
     ts: Decimal = Decimal("nan")
+
+
+class _ExactPlacedEvent(_ExactEvent, gc=False):
+    pid: int | str = -1
+
+
+class _LooseEvent(_OperatorEvent, gc=False):
+    pid: int | str = -1
 
 
 class _Numbered(dict):
@@ -83,6 +103,7 @@ class Columns:
         self.marks, self.launches, self.process = {}, {}, None
         self.head, self.foot = b"", b""
         self.repaired = self.unreadable = self.unreadable_gpu = self.slow_windows = self.events = 0
+        self.devices = Counter()  # of all kernels
         self.offset_us = 0  # taken off every ts of an exact pass
         self.warnings = []
 
@@ -113,12 +134,14 @@ class Columns:
 
 
 class Reader:
-    """Decodes windows of events into Columns."""
+    """Decodes windows of events into Columns; with `device`, of the GPU's events those of this one alone."""
 
-    def __init__(self, columns, operators=False, launches=False, exact=False):
+    def __init__(self, columns, operators=False, launches=False, exact=False, device=None):
         event_type = _ExactEvent if exact else _OperatorEvent if operators else _Event
-        self.columns, self.operators, self.exact = columns, operators, exact
+        event_type = event_type if device is None else _ExactPlacedEvent if exact else _PlacedEvent
+        self.columns, self.operators, self.exact, self.device = columns, operators, exact, device
         self.decode = msgspec.json.Decoder(list[event_type]).decode
+        self.decimal = Decimal if exact else None  # what the numbers of single events become
         self.wanted = {Cat.NONE} | MARKS | (set() if operators else KINDS.keys() - {Cat.KERNEL, Cat.OPERATOR})
         self.wanted |= LAUNCHES if launches else set()
 
@@ -126,7 +149,7 @@ class Reader:
         """Take a window of whole events; returns True if the event array ended inside it."""
         try:
             events = self.decode(b"".join([b"[", *parts, b"]"]))
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except UNDECODED:
             self.columns.slow_windows += 1
             return self.slowly(b"".join(parts))
         self.take(events)
@@ -138,7 +161,7 @@ class Reader:
             body = text[: end.start() + 1]
             try:
                 events = self.decode(b"[" + body + b"]")
-            except (msgspec.DecodeError, UnicodeDecodeError):
+            except UNDECODED:
                 continue
             self.take(events)
             self.columns.repaired += b"," in end[0]
@@ -154,7 +177,7 @@ class Reader:
         columns.events += len(events)
         if self.exact:
             for event in events:
-                event.ts = float(event.ts - columns.offset_us)
+                event.ts = _after(event.ts, columns.offset_us)
         if self.operators:
             chosen = [e for e in events if e.cat is Cat.OPERATOR and e.ph == "X"]
             if chosen:
@@ -166,10 +189,11 @@ class Reader:
             kernel = Cat.KERNEL
             chosen = [e for e in events if e.cat is kernel]
             if chosen:
-                columns.add(chosen, KERNEL)
+                columns.devices.update([e.args.device for e in chosen])
+                columns.add(self.here(chosen), KERNEL)
         wanted = self.wanted
         chosen = [e for e in events if e.cat in wanted]
-        columns.mark([e for e in chosen if e.cat in MARKS])
+        columns.mark([e for e in chosen if e.cat in MARKS and self.is_here(e)])
         copies = {}
         for event in chosen:
             cat = event.cat
@@ -180,7 +204,14 @@ class Reader:
             elif event.name == "process_name" and ("Worker" in event.args.name or not columns.process):
                 columns.process = event.args.name
         for kind, chosen in copies.items():
-            columns.add(chosen, kind)
+            columns.add(self.here(chosen), kind)
+
+    def here(self, events):
+        """Those of this reader's device."""
+        return events if self.device is None else [e for e in events if e.args.device == self.device]
+
+    def is_here(self, mark):
+        return self.device is None or mark.cat is Cat.MARK or mark.pid == self.device
 
     def slowly(self, body, is_last=False):
         """Event by event. Returns whether the array ended in `body` (an end counts only after a whole event)."""
@@ -236,8 +267,11 @@ class Reader:
     def one(self, text, is_repaired=False):
         """Take one event's text, strictly or (when repaired) leniently; returns whether it was a whole event."""
         try:
-            raw = json.loads(text, strict=False) if is_repaired else msgspec.json.decode(text)
-        except (msgspec.DecodeError, ValueError, RecursionError):
+            if is_repaired:
+                raw = json.loads(text, strict=False, parse_float=self.decimal)
+            else:
+                raw = msgspec.json.Decoder(float_hook=self.decimal).decode(text)
+        except (*UNDECODED, ValueError, ArithmeticError):
             return False
         if not isinstance(raw, dict):
             return False
@@ -252,26 +286,35 @@ class Reader:
         cat, name = (raw.get(key) if isinstance(raw.get(key), str) else "" for key in ("cat", "name"))
         label = args.get("name")
         cat = Cat(cat)
-        event = _OperatorEvent(cat=cat, name=name, ts=number(raw.get("ts")), dur=number(raw.get("dur")))
+        event = _LooseEvent(cat=cat, name=name, ts=number(raw.get("ts")), dur=number(raw.get("dur")))
         event.ph = raw.get("ph", "X")
-        event.tid = raw.get("tid") if isinstance(raw.get("tid"), int | str) else 0
+        event.tid, event.pid = (raw[k] if isinstance(raw.get(k), int | str) else -1 for k in ("tid", "pid"))
         event.args = _Args(
             integer(args.get("stream", raw.get("tid") if cat in KINDS else None)),
             integer(args.get("correlation")),
+            integer(args.get("device")),
             integer(args.get("External id", args.get("external id"))),
             label if isinstance(label, str) else "",
         )
         if self.exact:
-            event.ts = Decimal(str(raw.get("ts"))) if event.ts == event.ts else Decimal("nan")
+            ts = raw.get("ts")
+            event.ts = ts if isinstance(ts, Decimal) else Decimal(ts.strip() if isinstance(ts, str) else event.ts)
         return event
+
+
+def _after(ts, offset_us):
+    try:
+        return float(ts - offset_us)
+    except ArithmeticError:  # beyond what a Decimal can be
+        return _NAN
 
 
 class RawReader(Reader):
     """Hands every event on as it stands in the file."""
 
-    def __init__(self, columns, take):
-        super().__init__(columns)
-        self.decode = msgspec.json.Decoder(list[dict]).decode
+    def __init__(self, columns, take, exact=False):
+        super().__init__(columns, exact=exact)
+        self.decode = msgspec.json.Decoder(list[dict], float_hook=self.decimal).decode
         self.take = take
 
     def event(self, raw):

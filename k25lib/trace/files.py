@@ -10,16 +10,20 @@ TRACES = (".json", ".json.gz")
 
 def find_files(paths):
     """(trace files, text tables) of files and folders. A folder without traces is searched one level down."""
+    if not all(map(str, paths)):
+        raise UsageError("an empty path names no trace; . is the current folder")
     traces, tables = [], []
     for path in map(Path, paths):
         if not path.exists():
             raise UsageError(f"no such file or folder: {path}")
         if path.is_dir():
-            inside = sorted(path.iterdir())
-            if not any(_is_trace(p) or _is_table(p) for p in inside):
-                inside = sorted(path.glob("*/*"))
-            traces += [p for p in inside if _is_trace(p)]
-            tables += [p for p in inside if _is_table(p)]
+            for inside in (sorted(path.iterdir()), sorted(path.glob("*/*"))):
+                found = [p for p in inside if _is_trace(p)] or [p for p in inside if _looks_like_one(p)]
+                beside = [p for p in inside if _is_table(p)]
+                if found or beside:
+                    break
+            traces += found
+            tables += beside
         elif path.suffix == ".txt":
             tables.append(path)
         elif path.suffix in (".nsys-rep", ".qdrep"):
@@ -31,7 +35,7 @@ def find_files(paths):
             f"no traces (*.json, *.json.gz, *.sqlite) in {', '.join(map(str, paths))}: "
             "was the capture stopped and written?"
         )
-    return list(dict.fromkeys(traces)), list(dict.fromkeys(tables))
+    return [list({path.resolve(): path for path in reversed(each)}.values())[::-1] for each in (traces, tables)]
 
 
 def _is_trace(path):
@@ -39,6 +43,14 @@ def _is_trace(path):
         return False
     is_json = path.name.endswith(TRACES) and ("trace" in path.name or path.name.endswith(".gz"))
     return is_json or path.suffix in nsys.SUFFIXES
+
+
+def _looks_like_one(path):
+    """Whether a .json file whose name says nothing begins as a trace does."""
+    if not path.is_file() or path.suffix != ".json":
+        return False
+    with path.open("rb") as file:
+        return b'"traceEvents"' in file.read(1 << 16)
 
 
 def _is_table(path):
@@ -52,4 +64,5 @@ def peek(path):
 
 def read(path, device=None, launches=False):
     """One rank's Trace; `device` is of its `peek`. `launches` also takes when each launch began on the CPU."""
-    return kineto.read(path, launches) if device is None else nsys.read(path, device, launches)
+    is_nsys = isinstance(device, tuple)
+    return nsys.read(path, device, launches) if is_nsys else kineto.read(path, launches, device)

@@ -13,8 +13,10 @@ import numpy as np
 from k25lib.errors import K25Error
 from k25lib.trace import windows
 from k25lib.trace.events import Columns, RawReader, Reader
-from k25lib.trace.table import Trace, clean
+from k25lib.trace.table import DAYS_US, Trace, clean
 
+ONE_CAPTURE_US = 60e6  # events further than this from the usual one are no part of it
+SMALL = 0.25  # ranks of one model have about as many kernels each: a GPU with less than this of the most is none
 EXACT_US = 2.0**43  # beyond it a double no longer tells nanoseconds in microseconds
 
 
@@ -29,34 +31,47 @@ def _no_gc():
             gc.enable()
 
 
-def scan(path, operators=False, launches=False):
-    """One pass over a file: its Columns. `operators` takes CPU operators instead of GPU events (for CPU traces);
-    `launches` also takes the CPU time of every kernel launch. Raises K25Error if the file holds no trace at all."""
+def scan(path, operators=False, launches=False, device=None):
+    """One pass over a file: its Columns. `operators` takes CPU operators instead of GPU events (for CPU traces),
+    `launches` also the CPU time of every kernel launch; `device` leaves other GPUs' events out. Raises K25Error if the
+    file holds no trace at all."""
     columns = Columns()
     blocks = windows.pieces(path, columns.warnings)
     bytes(31 << 20)  # glibc keeps free memory up to the largest block ever freed: windows are then not mapped anew
     with _no_gc():
         columns.head, tail = windows.open_events(path, blocks, columns.warnings)
-        first = re.search(rb'"ts":\s*"?([\d.]{14,})', tail)
-        exact = bool(first and float(first[1]) > EXACT_US and b"." in first[1])
-        columns.offset_us = int(float(first[1])) if exact else 0
-        windows.feed(blocks, tail, Reader(columns, operators, launches, exact))
+        columns.offset_us = _offset_us(tail)
+        windows.feed(blocks, tail, Reader(columns, operators, launches, columns.offset_us > 0, device))
     return columns
 
 
+def _starts(text):
+    """What the first events of a text have as `ts`, as it stands there, in order of time."""
+    found = re.findall(rb'"ph"\s*:\s*"X".{0,4000}?"ts"\s*:\s*"?(\d+(?:\.\d+)?)', text, re.DOTALL)
+    return sorted(found or re.findall(rb'"ts"\s*:\s*"?(\d+(?:\.\d+)?)', text), key=float)
+
+
+def _offset_us(text):
+    """A time near the events, where theirs are too late for doubles; else 0. One event's absurd time does not count."""
+    starts = _starts(text)
+    usual = starts[len(starts) // 2] if starts else b""
+    return int(float(usual)) if b"." in usual and float(usual) > EXACT_US else 0
+
+
 def raw_events(path, take):
-    """Call `take(events)` with every window's events as dicts; returns the text before the first event."""
+    """Call `take(events)` with every window's events as dicts, their numbers exact where doubles would not be; returns
+    the text before the first event."""
     columns = Columns()
     blocks = windows.pieces(path, columns.warnings)
     with _no_gc():
         columns.head, tail = windows.open_events(path, blocks, columns.warnings)
-        windows.feed(blocks, tail, RawReader(columns, take))
+        windows.feed(blocks, tail, RawReader(columns, take, exact=_offset_us(tail) > 0))
     return columns.head
 
 
 def peek(path):
-    """What the start of a file tells, without reading it: path, rank, world_size, process, start_ns (of its first
-    event). Raises K25Error if it is no trace."""
+    """What the start of a file tells, without reading it: path, rank, world_size, process, start_ns (of its earliest
+    event that lies near the others). Raises K25Error if it is no trace."""
     columns = Columns()
     blocks = windows.pieces(path, columns.warnings)
     columns.head, tail = windows.open_events(path, blocks, columns.warnings)
@@ -68,24 +83,29 @@ def peek(path):
     columns.process = process[1].decode("utf-8", "replace") if process else None
     columns.foot = tail[-4096:] if len(tail) < windows.WINDOW_BYTES else b""
     _meta(trace, columns)
-    found = re.search(rb'"ph"\s*:\s*"X".{0,4000}?"ts"\s*:\s*"?(\d+)', tail, re.DOTALL) or re.search(
-        rb'"ts"\s*:\s*"?(\d+)', tail
-    )
-    start_ns = (int(found[1]) * 1000 if found else 0) + (trace.meta["base_ns"] or 0)
+    starts = [int(float(text)) for text in _starts(tail)]
+    near = [us for us in starts if abs(us - starts[len(starts) // 2]) < ONE_CAPTURE_US]
+    start_ns = min(near, default=0) * 1000 + (trace.meta["base_ns"] or 0)
     return {"path": str(path), "start_ns": start_ns, **{k: trace.meta[k] for k in ("rank", "world_size", "process")}}
 
 
-def read(path, launches=False):
+def read(path, launches=False, device=None):
     """One file as a Trace: its GPU events, or its CPU operators where there are none (`is_cpu`).
 
-    `launches` also takes when each launch began on the CPU. Raises K25Error if the file is no trace, or has neither GPU
-    events nor operators.
+    `launches` also takes when each launch began on the CPU; `device` leaves the events of other GPUs out
+    (`meta["devices"]` are all that have kernels). Raises K25Error if the file is no trace, or has neither GPU events
+    nor operators.
     """
-    columns = scan(path, launches=launches)
+    columns = scan(path, launches=launches, device=device)
     trace = Trace(path=str(path), is_cpu=not columns.kind)
     if trace.is_cpu:
         columns = scan(path, operators=True)
     _meta(trace, columns)
+    if device is not None:
+        trace.meta |= {"device": device, "pid": None}
+        others = sum(n for d, n in columns.devices.items() if d not in trace.meta["devices"])
+        if device == trace.meta["devices"][0]:
+            trace.lose("other device", others, "kernels of GPUs with too few for a rank, or of none: in no figure")
     _tell(trace, columns)
     if trace.is_cpu and re.search(rb'"deviceProperties"\s*:\s*\[\s*\{', columns.head + columns.foot):
         why = "the file is cut before them" if trace.truncated else "were they recorded?"
@@ -116,7 +136,7 @@ def read(path, launches=False):
         else:
             far.append(name)
     trace.lose("absurd annotation", len(far), f"times far from every event, set aside: {', '.join(far[:3])}")
-    trace.launches = {c: round((t - first) * 1000) for c, t in columns.launches.items() if t == t}
+    trace.launches = {c: round((t - first) * 1000) for c, t in columns.launches.items() if abs(t - first) < DAYS_US}
     return trace
 
 
@@ -138,6 +158,9 @@ def _meta(trace, columns):
         "world_size": integer(b"world_size", info),
         "base_ns": integer(b"baseTimeNanoseconds", text),
         "process": columns.process,
+        "devices": sorted(
+            d for d, n in columns.devices.items() if d >= 0 and n >= SMALL * max(columns.devices.values())
+        ),
         "events": columns.events,
         "slow_windows": columns.slow_windows,
     }

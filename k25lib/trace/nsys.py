@@ -30,6 +30,7 @@ THREAD_BITS = 24  # globalTid is a globalPid with the thread's number in its low
 PID = (1 << THREAD_BITS) - 1  # above the thread's, as many bits are the process's number
 SMALL = 0.25  # ranks of one model have about as many kernels each: what has less than this of the most is no rank
 CHUNK_ROWS = 1 << 15
+EXACT_NS = 1 << 52
 
 
 def is_nsys(path):
@@ -86,11 +87,14 @@ def peek(path):
     """
     with _opened(path) as (connection, tables):
         _check(path, tables)
-        counts, first_ns = _gpus(connection, "globalPid" if "globalPid" in tables[KERNELS] else "NULL")
+        pid = _whole("globalPid") if "globalPid" in tables[KERNELS] else "NULL"
+        counts, first_ns, nowhere = _gpus(connection, pid)
         start_ns = _epoch_ns(connection, tables) + first_ns
         losses = list(_file_losses(path, tables))
     if not counts:
         raise K25Error(f"{path} has no GPU kernels (0 rows in {KERNELS}): was anything running?")
+    if nowhere:
+        losses.append(loss(path, "no device", nowhere, f"rows of {KERNELS} without a whole deviceId: in no figure"))
     small = {key: n for key, n in counts.items() if n < SMALL * max(counts.values())}
     if small:
         detail = f"kernels of {len(small)} processes or GPUs with too few for a rank: in no figure"
@@ -124,20 +128,27 @@ def _tensor_parallel(found):
 
 def _gpus(connection, pid):
     """({(device, process): kernels}, ns at which the first of the file's kernels starts), of what can be read."""
-    counts, first_ns = {}, 0
+    counts, first_ns, nowhere = {}, 0, 0
     whole = "typeof(deviceId) = 'integer' AND typeof(start) = 'integer'"
     try:
         row = connection.execute(f"SELECT start FROM {KERNELS} WHERE {whole} LIMIT 1").fetchone()
         first_ns = row[0] if row else 0
         query = f"SELECT deviceId, {pid}, COUNT(*) FROM {KERNELS} WHERE {whole} GROUP BY 1, 2"
         counts = {(device, process): count for device, process, count in connection.execute(query)}
+        query = f"SELECT COUNT(*) FROM {KERNELS} WHERE typeof(deviceId) <> 'integer'"
+        nowhere = connection.execute(query).fetchone()[0]
     except sqlite3.DatabaseError:
         try:
             for key in connection.execute(f"SELECT deviceId, {pid} FROM {KERNELS} WHERE {whole}"):
                 counts[key] = counts.get(key, 0) + 1
         except sqlite3.DatabaseError:
             pass  # the rows before the damage count; reading tells of it
-    return counts, first_ns
+    return counts, first_ns, nowhere
+
+
+def _whole(column):
+    """The SQL of a column's whole numbers; other values are NULL."""
+    return f"CASE typeof({column}) WHEN 'integer' THEN {column} END"
 
 
 def _file_losses(path, tables):
@@ -254,7 +265,7 @@ class _Reader:
         trace = self.trace
         strings = {}
         for chunk in self.rows(STRINGS, ("id", "value")):
-            strings.update((i, value) for i, value in chunk if i in self.names)
+            strings.update((i, value) for i, value in chunk if i in self.names and isinstance(value, str))
         trace.names = [
             f"{label[0]} {_COPY_KINDS.get(label[1], '')}".strip()
             if isinstance(label, tuple)
@@ -264,13 +275,16 @@ class _Reader:
         nameless = [label for label in self.names if not isinstance(label, tuple) and label not in strings]
         for label in nameless:
             trace.names[self.names[label]] = f"name {label}"
-        trace.lose("no name", len(nameless), f"ids that are not in {STRINGS}: their kernels are kept as `name ID`")
+        trace.lose("no name", len(nameless), f"ids without a text in {STRINGS}: their kernels are kept as `name ID`")
         trace.name_id, trace.stream = np.array(self.name, np.uint32), np.array(self.stream, np.int64)
         trace.correlation, trace.kind = np.array(self.correlation, np.int64), np.array(self.kind, np.int8)
         trace.graph_node = np.array(self.node, np.int64)
         start, end = np.array(self.start, np.int64), np.array(self.end, np.int64)
-        first_us = clean(trace, start / 1000, (end - start) / 1000)
-        return round(first_us * 1000)
+        usual = int(np.median(start)) if len(start) else 0
+        offset = usual // 1000 * 1000 if usual > EXACT_NS else 0  # later times are not exact as doubles
+        first_us = clean(trace, (start - offset) / 1000, (end - start) / 1000)
+        trace.origin_ns += offset
+        return round(first_us * 1000) + offset
 
     def ranges(self):
         """(name, start ns, end ns) of the NVTX push/pop and start/end ranges of the GPU's process."""
@@ -280,6 +294,12 @@ class _Reader:
         text = f"(SELECT value FROM {STRINGS} WHERE id = textId)" if "textId" in columns else "NULL"
         text = f"COALESCE(text, {text})" if "text" in columns else text
         where = "typeof(start) = 'integer' AND typeof(\"end\") = 'integer'"
+        if self.device[1] is None and "globalTid" in columns:
+            tid = f"SELECT COUNT(DISTINCT globalTid >> {THREAD_BITS}) FROM {NVTX} WHERE {where}"
+            if (processes := self.connection.execute(tid).fetchone()[0]) > 1:
+                detail = f"kernels tell no process, NVTX ranges are of {processes}: none of them is used"
+                self.trace.lose("no process", 1, detail)
+                return
         for chunk in self.rows(NVTX, ("start", '"end"', text), *self.of_process(columns, where)):
             yield from ((name, start, end) for start, end, name in chunk if isinstance(name, str))
 
@@ -287,7 +307,8 @@ class _Reader:
         """(correlation id, start ns) of the runtime calls of the GPU's process."""
         columns = self.tables.get(RUNTIME, ())
         if {"start", "correlationId"} <= set(columns):
-            for chunk in self.rows(RUNTIME, ("correlationId", "start"), *self.of_process(columns, "start IS NOT NULL")):
+            where = "typeof(start) = 'integer' AND typeof(correlationId) = 'integer'"
+            for chunk in self.rows(RUNTIME, ("correlationId", "start"), *self.of_process(columns, where)):
                 yield from chunk
 
     def of_process(self, columns, where):

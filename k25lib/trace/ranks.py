@@ -9,7 +9,7 @@ _FIELD = r"(?i)(?<![a-z])(dp|pp|tp)[-_]?(\d+)(?!\d)"
 _RANK = r"(?i)rank[-_]?(\d+)"
 NEW_SESSION_NS = 50_000_000  # one process cannot start two captures within 50 ms: that is a copy, not a session
 ONE_START_NS = 60_000_000_000  # all ranks of a session start within a minute
-ONE_HOST_NS = 1_000_000_000  # files of other folders belong together only if they start within a second
+ONE_HOST_NS = 10_000_000_000  # files of other folders belong together only if they start within seconds
 
 
 def fields(text):
@@ -24,7 +24,20 @@ def place(m):
 
 def identify(peeks):
     """Set `rank` and `rank_from` of every peek (dicts with path, rank, process): distributedInfo, else the name's
-    dp/pp/tp fields, else those of the process's name, else `rankN` in the name, else the order of the files."""
+    dp/pp/tp fields, else those of the process's name, else `rankN` in the name, else the order of the files.
+
+    Where distributedInfo gives one rank to files whose names have other fields (each replica counts from 0), the names
+    decide. `doubt` says where the two contradict each other.
+    """
+    places = {}
+    for p in peeks:
+        p["doubt"] = ""
+        if "tp" in (named := fields(Path(p["path"]).name)):
+            places.setdefault(p["rank"], set()).add(tuple(sorted(named.items())))
+    if any(len(found) > 1 for rank, found in places.items() if rank is not None):
+        for p in (p for p in peeks if p["rank"] is not None and "tp" in fields(Path(p["path"]).name)):
+            p["doubt"] = f"distributedInfo gives rank {p['rank']} to several: the name decides"
+            p["rank"] = None
     unknown = [p for p in peeks if p["rank"] is None]
     for p in peeks:
         p.setdefault("rank_from", "distributedInfo")
@@ -42,6 +55,10 @@ def identify(peeks):
             else:
                 continue
             p["rank_from"] = source
+    if all(set(fields(Path(p["path"]).name).items()) >= {("dp", 0), ("pp", 0)} for p in peeks):  # rank and tp are one
+        for p in (p for p in peeks if p["rank_from"] == "distributedInfo"):
+            if (named := fields(Path(p["path"]).name).get("tp", p["rank"])) != p["rank"]:
+                p["doubt"] = f"the name says rank {named}, distributedInfo {p['rank']}: distributedInfo is believed"
     for i, p in enumerate(unknown):
         if p["rank"] is None:
             p["rank"], p["rank_from"] = i, "nothing: numbered in order"
@@ -98,20 +115,25 @@ def pair(measured):
                 transfer, first, clock, has_pair = paired[i]
                 use = decode & has_pair
                 if use.any() and use.sum() >= 0.5 * decode.sum():
-                    scale = decode.sum() / use.sum() / steps / 1e6  # calls without a partner are taken like the others
-                    row["transfer_ms"] = float(transfer[use].sum()) * scale
-                    row["wait_ms"] = float((dur[use] - transfer[use]).sum()) * scale
+                    _split(row, float(transfer[use].sum()), float(dur[use].sum()))
                     row["late_us"] = float((start[use] - first[use]).mean()) / 1e3
                     row["clock_us"] = clock / 1e3
             own.append(row)
         if any(row["calls"] for row in own):
             skew += own
-            mean = {"op": op}
-            for key in ("calls", "ms", "wait_ms", "transfer_ms"):
-                values = [row[key] for row in own if row[key] is not None]
-                mean[key] = float(np.mean(values)) if values else None
+            mean = {"op": op, **{key: float(np.mean([row[key] for row in own])) for key in ("calls", "ms")}}
+            mean |= dict.fromkeys(("wait_ms", "transfer_ms"))
+            if split := [row for row in own if row["transfer_ms"] is not None]:
+                _split(mean, sum(row["transfer_ms"] for row in split), sum(row["ms"] for row in split))
             rows.append(mean)
     return rows, skew, losses
+
+
+def _split(row, transfer, whole):
+    """Split the row's `ms` as `transfer` and the rest of `whole` are: calls and ranks without a partner are taken like
+    the others."""
+    row["transfer_ms"] = row["ms"] * transfer / whole if whole else 0.0
+    row["wait_ms"] = max(0.0, row["ms"] - row["transfer_ms"])
 
 
 def _calls(m, op):

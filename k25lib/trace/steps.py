@@ -156,7 +156,8 @@ def _loose(trace, steps, kernels, size):
     steps.of, steps.passes = rank[steps.of], [steps.passes[i] for i in order]
     work = [i for i, p in enumerate(steps.passes) if p.kernels]
     starts = np.array([steps.passes[i].start_ns for i in work])
-    for rows in crumbs:
+    pause = 0.1 * np.median([p.end_ns - p.start_ns for p in steps.passes if p.kernels])
+    for rows in (part for crumb in crumbs for part in _parts(trace, crumb, pause)):
         place = int(np.searchsorted(starts, trace.start_ns[rows[0]], "right"))
         begin, end = int(trace.start_ns[rows[0]]), int(trace.start_ns[rows[-1]])
         near = [(work[i], steps.passes[work[i]]) for i in (place - 1, place) if 0 <= i < len(work)]
@@ -164,6 +165,12 @@ def _loose(trace, steps, kernels, size):
         if distance < 0.5 * (p.end_ns - p.start_ns):
             steps.of[rows] = owner
     return True
+
+
+def _parts(trace, rows, pause):
+    """Events in time order, cut where none ran for longer than `pause` ns: an end of a pass, a start of another."""
+    ends = np.maximum.accumulate(trace.start_ns[rows] + trace.dur_ns[rows])
+    return np.split(rows, np.flatnonzero(trace.start_ns[rows][1:] - ends[:-1] > pause) + 1)
 
 
 def _by_graph(trace, kernels, graph, size, period):

@@ -4,6 +4,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+LAST_US = 2.0**53  # later ones have no nanoseconds in 64 bits
+DAYS_US = 1e12  # no capture lasts eleven days
+LATE_US = 1e9  # where events are at a quarter of an hour and later, none is at or before 0
+LONG_NS = 10_000_000  # shorter ones are not looked at
+EARLY = 8  # kernels of one stream in the second half of another: more than begin early
 KERNEL, MEMCPY, MEMSET, OPERATOR = range(4)  # the column `kind`
 
 
@@ -76,6 +81,7 @@ def clean(trace, start_us, dur_us):
     take(trace, order)
     del order
     _drop_duplicates(trace)
+    _drop_overlong(trace)
     return first
 
 
@@ -93,18 +99,38 @@ def _plausible(trace, start_us, dur_us):
     good = finite & ~negative
     if not good.any():
         return good
-    usual = start_us[good]
+    middle = np.median(start_us[good])  # many may be absurd: these are, however many
+    never = good & ((np.abs(start_us) > LAST_US) | (np.abs(start_us - middle) > DAYS_US))
+    never |= good & (start_us <= 0) & (middle > LATE_US)
+    usual = start_us[good & ~never] if (good & ~never).any() else start_us[good]
     lo, hi = np.percentile(usual, (5, 95) if len(usual) > 20 else (50, 50), method="nearest")
     extent = max(hi - lo, 1e6)
-    far = good & ((start_us < lo - 5 * extent) | (start_us > hi + 5 * extent))
+    far = never | good & ((start_us < lo - 5 * extent) | (start_us > hi + 5 * extent))
     zero = far & (start_us <= 0)
     trace.lose("zero or negative time", np.count_nonzero(zero), "set aside: a start at or before 0")
     trace.lose("absurd time", np.count_nonzero(far & ~zero), "set aside: a start far from all others")
     good &= ~far
-    longest = max(float(np.ptp(start_us[good])), 1e6)
+    longest = max(float(np.ptp(start_us[good])), 1e6) if good.any() else 1e6
     absurd = good & (dur_us > longest)
     trace.lose("absurd duration", np.count_nonzero(absurd), "set aside: longer than the whole capture and than 1 s")
     return good & ~absurd
+
+
+def _drop_overlong(trace):
+    """A stream runs its kernels one after another (the next may begin a little early): one that others of its stream
+    begin in until its end has not lasted so long."""
+    impossible = []
+    for i in np.flatnonzero((trace.kind != OPERATOR) & (trace.dur_ns > LONG_NS) & (trace.stream >= 0)):
+        until = min(trace.start_ns[i] + trace.dur_ns[i], trace.start_ns[-1] + 1)
+        middle, end = np.searchsorted(trace.start_ns, ((trace.start_ns[i] + until) // 2, until))
+        others = (trace.stream[middle:end] == trace.stream[i]) & (trace.dur_ns[middle:end] <= LONG_NS)
+        if np.count_nonzero(others) > EARLY:
+            impossible.append(i)
+    if impossible:
+        trace.lose("absurd duration", len(impossible), "set aside: others of their stream begin before they end")
+        keep = np.ones(len(trace.start_ns), bool)
+        keep[impossible] = False
+        take(trace, keep)
 
 
 def _drop_duplicates(trace):

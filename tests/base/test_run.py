@@ -5,7 +5,7 @@ import threading
 import pandas as pd
 import pytest
 
-from k25lib.errors import UsageError
+from k25lib.errors import K25Error, UsageError
 from k25lib.run import Run
 
 
@@ -62,3 +62,45 @@ def test_notebooks_find_the_newest_run_but_never_write_into_a_campaign(tmp_path)
     assert mine.path != campaign.path
     assert mine.manifest["kind"] == "interactive"
     assert Run.open_or_new("", tmp_path).path == mine.path
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        '{"name": ',
+        "[]",
+        "null",
+        "[" * 100_000,
+        '{"server": []}',
+        '{"captures": {"c1": "ok"}}',
+        '{"environment": {"gpus": "H200"}}',
+        '{"macro": {"settings": [1]}}',
+        '{"command": 3}',
+    ],
+)
+def test_a_damaged_manifest_is_told_in_one_line(tmp_path, text):
+    run = Run.create("x", tmp_path)
+    (run.path / "manifest.json").write_text(text)
+    with pytest.raises(K25Error, match=r"manifest.json .*restore it, or move the run away$") as caught:
+        _ = run.manifest
+    assert "\n" not in str(caught.value)
+    assert Run.open_or_new("", tmp_path).path != run.path
+
+
+@pytest.mark.parametrize("damage", [lambda data: b"", lambda data: data[:-20], lambda data: b"PAR1" + b"x" * 99])
+def test_a_damaged_table_is_told_in_one_line(tmp_path, damage):
+    run = Run.create("x", tmp_path)
+    run.save("gemm", [{"name": "o_proj"}])
+    file = run.path / "gemm.parquet"
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(K25Error, match=r"gemm.parquet cannot be read \(.*\): restore it") as caught:
+        run.table("gemm")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_name_cannot_leave_its_folder(tmp_path):
+    run = Run.create("x", tmp_path)
+    for name, file in (("../../a|b\0", "..-..-a-b-"), (None, "run"), (5, "5"), ("ok-1.2_x", "ok-1.2_x")):
+        run.update(name=name)
+        assert run.file_name == file

@@ -224,6 +224,21 @@ def test_command_refuses_nonsense(make_run, capsys):
     one, two = make_run(10.0).path, make_run(10.0, server={**SERVER, "model": "glm"}).path
     assert main(["compare", str(one), str(one)]) == 2
     assert main(["compare", str(one), "no-such-run"]) == 2
-    assert main(["compare", str(one), str(two), "--fail-over", "much"]) == 2
+    for limit in ("much", "", " ", "5", "-1%", "nan%", "inf%", "2000%"):
+        assert main(["compare", str(one), str(two), f"--fail-over={limit}"]) == 2
     assert main(["compare", str(one), str(two)]) == 1
     assert "model differs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("file", "text"), [("manifest.json", "{"), ("manifest.json", '{"macro": 3}'), ("levels.parquet", "PAR1")]
+)
+def test_a_damaged_run_is_one_line(make_run, capsys, file, text):
+    one, two = make_run(10.0).path, make_run(10.0).path
+    (two / file).write_text(text)
+    for sides in ((one, two), (two, one)):
+        assert main(["compare", *map(str, sides)]) == 1
+        said = capsys.readouterr()
+        assert (said.out, said.err.count("\n")) == ("", 1)
+        assert f"{two / file}" in said.err
+    assert main(["compare", str(one), str(make_run(10.0).path)]) == 0  # a damaged neighbour is no obstacle

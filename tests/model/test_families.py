@@ -314,7 +314,164 @@ def test_a_config_with_one_strange_value_is_right_or_refused(data):
         assert step.weight_bytes > 0
 
 
-@pytest.mark.parametrize(("text", "message"), [("{", "no valid JSON"), ("[1]", "must hold a JSON object")])
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        *(
+            (DEEPSEEK_V3, key)
+            for key in ("q_lora_rank", "n_routed_experts", "n_shared_experts", "first_k_dense_replace")
+        ),
+        (QWEN3_30B, "num_key_value_heads"),
+        (QWEN3_30B, "head_dim"),
+        (QWEN3_30B, "num_experts"),
+        (MIXTRAL, "num_key_value_heads"),
+        (MIXTRAL, "num_local_experts"),
+        (
+            QWEN3_30B | {"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe"},
+            "shared_expert_intermediate_size",
+        ),
+    ],
+)
+def test_a_key_whose_absence_means_another_number_is_asked_for(load, config, key):
+    """The families' own defaults are neither 0 nor those of Llama: 256 experts, 128 a head, 8 key-value heads ..."""
+    with pytest.raises(K25Error, match=f"lacks '{key}'"):
+        load({name: value for name, value in config.items() if name != key})
+
+
+def test_llama_without_key_value_heads_has_as_many_as_heads(load):
+    config = {name: value for name, value in LLAMA_8B.items() if name != "num_key_value_heads"}
+    assert gemms(load(config).step())["qkv_proj"]["n"] == 3 * 32 * 128
+
+
+@pytest.mark.parametrize("change", [{"num_attention_heads": 33}, {"num_key_value_heads": 5}])
+def test_heads_that_do_not_fit(load, change):
+    with pytest.raises(K25Error, match="do not fit its hidden_size and key-value heads"):
+        load(LLAMA_8B, **change)
+
+
+MISTRAL = LLAMA_8B | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 4096}
+QWEN2 = LLAMA_8B | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "sliding_window": 4096}
+
+
+@pytest.mark.parametrize(
+    ("config", "windowed"),
+    [
+        (MISTRAL, 32),
+        (MISTRAL | {"sliding_window": None}, 0),
+        (MISTRAL | {"layer_types": ["full_attention", "sliding_attention"] * 16}, 16),
+        (QWEN2 | {"use_sliding_window": False, "max_window_layers": 28}, 0),
+        (QWEN2 | {"use_sliding_window": True, "max_window_layers": 28}, 4),
+        (LLAMA_8B, 0),
+    ],
+)
+def test_a_sliding_window_bounds_what_is_read_of_the_cache(load, config, windowed):
+    model = load(config)
+    a_layer = 8 * 2 * 128 * 2
+    assert model.step(batch=3, context=100).kv_bytes == 3 * 100 * 32 * a_layer
+    read = (32 - windowed) * 10_000 + windowed * 4096
+    assert model.step(batch=3, context=10_000).kv_bytes == 3 * read * a_layer
+    assert model.step().kv_bytes_per_token == 32 * a_layer
+
+
+W4 = {"num_bits": 4, "type": "int", "group_size": 32}
+W8 = {"num_bits": 8, "type": "int", "strategy": "channel"}
+
+
+def test_a_target_by_name_goes_before_one_by_class(load):
+    groups = {"a": {"targets": ["Linear"], "weights": W4}, "b": {"targets": ["re:.*down_proj"], "weights": W8}}
+    step = gemms(
+        load(LLAMA_8B, quantization_config={"quant_method": "compressed-tensors", "config_groups": groups}).step()
+    )
+    assert (step["dense down"]["dtype"], step["dense gate_up"]["dtype"]) == ("int8", "int4")
+    assert step["dense down"]["bytes_per_call"] == 4096 * 14336 + 2 * 4096
+
+
+def test_one_name_alone_is_a_list_of_one(load):
+    groups = {"a": {"targets": "Linear", "weights": W4}}
+    config = {"quant_method": "compressed-tensors", "config_groups": groups, "ignore": "re:.*self_attn.*"}
+    step = gemms(load(LLAMA_8B, quantization_config=config).step())
+    assert (step["o_proj"]["dtype"], step["dense down"]["dtype"]) == ("bf16", "int4")
+
+
+def test_compression_config_is_the_older_name(load):
+    groups = {"a": {"targets": ["Linear"], "weights": W4}}
+    step = load(LLAMA_8B, compression_config={"quant_method": "compressed-tensors", "config_groups": groups}).step()
+    assert gemms(step)["o_proj"]["dtype"] == "int4"
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"config_groups": {"a": {"targets": ["Linear"], "weights": W4 | {"type": "nf"}}}}, "type 'nf'"),
+        (
+            {"config_groups": {"a": {"targets": ["Linear"], "weights": {"num_bits": 4, "strategy": "group"}}}},
+            "without a group_size",
+        ),
+        (
+            {
+                "config_groups": {"a": {"targets": ["Linear"], "weights": W4}},
+                "sparsity_config": {"format": "sparse-24-bitmask"},
+            },
+            "sparse weights",
+        ),
+        ({}, "KeyError"),
+        ({"config_groups": {}}, "names no matrix"),
+        ({"config_groups": {"a": {"targets": ["Conv2d"], "weights": W4}}}, "names no matrix"),
+        ({"config_groups": {"a": {"targets": ["Linear"], "weights": W4}}, "ignore": {"a": 1}}, "no list of modules"),
+    ],
+)
+def test_compressed_weights_that_are_not_known(load, more, message):
+    with pytest.raises(K25Error, match=message):
+        load(LLAMA_8B, quantization_config={"quant_method": "compressed-tensors", **more}).step()
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+
+
+def test_gptq_of_some_modules_only(load):
+    chosen = GPTQ | {"modules_in_block_to_quantize": [["mlp.gate_proj", "mlp.up_proj"], ["mlp.down_proj"]]}
+    step = gemms(load(LLAMA_8B, quantization_config=chosen).step())
+    assert (step["qkv_proj"]["dtype"], step["dense gate_up"]["dtype"]) == ("bf16", "int4")
+    dynamic = GPTQ | {"dynamic": {"-:.*self_attn.*": {}, r"+:.*down_proj": {"bits": 8, "group_size": 64}}}
+    step = gemms(load(LLAMA_8B, quantization_config=dynamic).step())
+    assert [step[name]["dtype"] for name in ("qkv_proj", "dense gate_up", "dense down")] == ["bf16", "int4", "int8"]
+    assert step["dense down"]["bytes_per_call"] == 4096 * 14336 * (1 + 2 / 64)
+
+
+def test_gptq_without_symmetry_keeps_zero_points(load):
+    step = gemms(load(LLAMA_8B, quantization_config=GPTQ | {"sym": False}).step())
+    assert step["o_proj"]["bytes_per_call"] == 4096 * 4096 * (0.5 + 2.5 / 128)
+
+
+def test_awq_with_the_router_left_out(load):
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 128, "modules_to_not_convert": ["gate"]}
+    step = gemms(load(QWEN3_30B, quantization_config=awq).step())
+    assert (step["routed gate_up"]["dtype"], step["router gate"]["dtype"]) == ("int4", "bf16")
+
+
+@pytest.mark.parametrize("name", ["hf_quant_config.json", "quantize_config.json", "quant_config.json"])
+def test_weights_that_a_file_beside_describes_are_not_taken_for_bf16(load, tmp_path, name):
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(K25Error, match=f"{name} beside it may"):
+        load(LLAMA_8B)
+    assert load(LLAMA_8B, quantization_config=GPTQ)
+
+
+@pytest.mark.parametrize("name", ["LlamaForSequenceClassification", "LlamaForCausalLMEagle3", "DeepSeekMTPModel"])
+def test_another_architecture_of_a_known_type_is_refused(load, name):
+    with pytest.raises(K25Error, match=f"architecture {name} .* is not of a known family"):
+        load(LLAMA_8B, architectures=[name])
+
+
+def test_a_nested_type_without_an_architecture_is_known(load):
+    text = {name: value for name, value in LLAMA_8B.items() if name != "architectures"}
+    assert load({"architectures": ["SomeWrapper"], "text_config": text}).parameters()["total"] == 8_030_261_248
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{", "no valid JSON"), ("[1]", "must hold a JSON object"), ("[" * 100_000, "nested too deeply")],
+)
 def test_a_file_that_is_no_config(tmp_path, text, message):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UsageError, match=message):

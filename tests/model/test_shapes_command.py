@@ -39,8 +39,11 @@ def test_text_has_the_sum_and_its_bandwidth(capsys):
     [
         (["--tp", "3"], "tp may be 1, 2, 4, 8, 16, 32"),
         (["--hardware", "abacus"], "'abacus' is not listed"),
-        (["--dram-gb-s", "0"], "must be positive"),
+        (["--dram-gb-s", "0"], "must be a positive number"),
+        (["--dram-gb-s", "inf"], "must be a positive number"),
         (["--override", "a=b"], "whole number"),
+        (["--override", "hidden_size=²"], "whole number"),
+        (["--override", "num_hidden_layer=2"], "no such key"),
     ],
 )
 def test_usage_errors_are_one_line(capsys, words, message):

@@ -109,7 +109,15 @@ def test_a_users_rules_come_first(tmp_path):
     "text",
     [
         "[[rule]]\ncategory='x'\npattern='.*'\n",
+        "[[rule]]\ncategory='x'\npattern='.'\n",
+        "[[rule]]\ncategory='x'\npattern='[a-z]+'\n",
         "[[rule]]\ncategory='x'\npattern='('\n",
+        "[[rule]]\ncategory=['x']\npattern='nccl'\n",
+        "[[rule]]\ncategory=1\npattern='nccl'\n",
+        "[[collective]]\noperation=''\npattern='nccl'\n",
+        "[groups]\nrole = 3\n",
+        "[groups.role]\ndefault = 3\n",
+        "[groups.kind]\ndefault = 'x'\n",
         "[[rule]]\npattern='x'\n",
         "[[rule]]\ncategory='x'\n",
         "rule = 3\n",
@@ -128,3 +136,22 @@ def test_bad_rules_are_told_in_one_line(tmp_path, text):
 def test_missing_rules_file(tmp_path):
     with pytest.raises(UsageError, match=r"none\.toml"):
         Categories(tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize(
+    ("name", "category", "operation"),
+    [
+        ("ncclSymDevKernel_AllReduce_RSxLD_AGxSTMC_bf16(ncclSymDevArgs)", "allreduce_nccl", "allreduce"),
+        ("ncclSymkDevKernel_AllGather_LL(ncclSymkDevWorkArgs4K)", "other_comm", "allgather"),
+        ("void tensorrt_llm::mnnvl::oneshotAllreduceFusionKernel<8>(Params)", "allreduce_custom", "allreduce"),
+        ("void kernels::mnnvl_allreduce_lamport<bf16>(float*)", "allreduce_custom", "allreduce"),
+        ("void moe::all2all::dispatch_kernel<1>(float*)", "other_comm", "alltoall"),
+        ("void flashinfer::moeA2ADispatchKernel<1>(float*)", "other_comm", "alltoall"),
+        ("triton_poi_fused_add_all_reduce_mul_1", "other", None),
+        ("Cijk_Alik_Bljk_BBS_BH_Bias_HA_S_SAV_UserArgs_MT256x32x64_MI16x16x1", "gemm", None),
+        ("void (anonymous namespace)::store_kvcache<2048l, 4, false, long>(Params)", "kv_cache", None),
+    ],
+)
+def test_names_of_other_libraries(name, category, operation):
+    rules = Categories()
+    assert (rules.category(name), rules.operation(name)) == (category, operation)

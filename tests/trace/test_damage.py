@@ -7,6 +7,7 @@ import lzma
 import re
 import zlib
 
+import numpy as np
 import pytest
 from cut_short import read_unless_empty, whole_kernels
 from generate import write_capture
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from k25lib.errors import K25Error
 from k25lib.trace import kineto
+from k25lib.trace.breakdown import breakdown
 
 
 @pytest.fixture(scope="module")
@@ -158,3 +160,85 @@ def test_a_gzip_damaged_anywhere_gives_what_was_before(text, tmp_path_factory, d
         return
     assert (trace.kind == 0).sum() >= complete - 1  # damage may make the last two one
     assert trace.losses
+
+
+FIRST = '{"ph": "X", "cat": "cpu_op", "name": "x", "pid": 1, "tid": 1, "ts": %s, "dur": 1.0},'
+
+
+@pytest.mark.parametrize("ts", ["0", "-3.5", "1e18", "99999999999999999999.5", '"soon"', "null", "true", "[1]"])
+def test_the_time_of_the_first_event_does_not_decide_the_session(tmp_path, ts):
+    """A file whose first event has an absurd time is still a rank of the capture, to the nanosecond."""
+    paths, _ = write_capture(tmp_path, 2, decode=4, prefill=0, layers=3, allreduces=7)
+    before = breakdown([tmp_path])["per_step"]
+    text = gzip.decompress(paths[1].read_bytes())
+    assert breakdown([tmp_path])["capture"]["ranks"] == [0, 1]
+    paths[1].write_bytes(
+        gzip.compress(text.replace(b'"traceEvents": [', b'"traceEvents": [' + (FIRST % ts).encode(), 1))
+    )
+    result = breakdown([tmp_path])
+    assert result["per_step"] == before
+    assert result["losses"] == []
+
+
+@pytest.mark.parametrize("ts", ["99999999999999999999.5", "1e99999999999999999999", "true", '" 1712195495520883.5 "'])
+def test_exact_times_in_spite_of_one_that_is_absurd(text, tmp_path, ts):
+    absolute = re.sub(rb'"ts": (\d+)\.', lambda m: b'"ts": %d.' % (int(m[1]) + 1_762_000_000_000_000), text)
+    absolute = absolute.replace(b"baseTimeNanoseconds", b"other")
+    (tmp_path / "a.json").write_bytes(absolute)
+    bad = FIRST.replace("cpu_op", "kernel") % ts
+    (tmp_path / "b.json").write_bytes(absolute.replace(b'"traceEvents": [', b'"traceEvents": [' + bad.encode(), 1))
+    (tmp_path / "c.json").write_bytes(text)
+    one, two, base = (kineto.read(tmp_path / f"{n}.json") for n in "abc")
+    keep = np.array([two.names[n] != "x" for n in two.name_id])
+    for column in ("start_ns", "dur_ns"):
+        assert (getattr(one, column) == getattr(base, column)).all()
+    assert np.diff(two.start_ns[keep]).tolist() == np.diff(base.start_ns).tolist()
+
+
+@pytest.mark.parametrize("deep", [b"[" * 100_000 + b"]" * 100_000, b'{"a":' * 5000 + b"1" + b"}" * 5000])
+def test_endless_nesting_costs_one_event(text, read, deep):
+    assert read(in_kernel(text, b"queued", deep)) == (KERNELS - 1, {"unreadable": 1})
+
+
+@pytest.mark.parametrize("half", ["\\ud800", "\\udc00", "\\uDBFF\\u0041"])
+def test_half_a_surrogate_pair_becomes_a_character(text, tmp_path, half):
+    (tmp_path / "t.json").write_bytes(text.replace(b'"name": "nccl', b'"name": "' + half.encode() + b" nccl", 1))
+    trace = kineto.read(tmp_path / "t.json")
+    assert sum("\ufffd" in name for name in trace.names) == 1
+    assert "\n".join(trace.names).encode()
+    pair = text.replace(b'"name": "nccl', b'"name": "\\ud83d\\ude00 nccl', 1)
+    (tmp_path / "u.json").write_bytes(pair)
+    whole = kineto.read(tmp_path / "u.json")
+    assert sum("\U0001f600" in name for name in whole.names) == 1
+    assert whole.losses == []
+
+
+@pytest.mark.parametrize("key", ["id", "bp", "s", "tts", "cname", "sf"])
+def test_a_mended_name_ends_where_it_ends(text, tmp_path, key):
+    rest = '"ph": "X", "cat": "kernel", "ts": 5000000000000.5, "dur": 2.25, "args": {}},'
+    event = f'{{"name": "odd\\q", "{key}": 1, {rest}'
+    (tmp_path / "t.json").write_bytes(text.replace(b'"traceEvents": [', b'"traceEvents": [' + event.encode(), 1))
+    assert "odd\\q" in kineto.read(tmp_path / "t.json").names
+
+
+def test_text_names_stay_on_one_line(tmp_path, capsys):
+    from k25lib.cli import main
+
+    (path,), _ = write_capture(tmp_path, 1, decode=4, prefill=0, layers=3, allreduces=7)
+    name = b"frob\\n\\u001b[31m\\u0000\\u202enicate"
+    path.write_bytes(gzip.compress(gzip.decompress(path.read_bytes()).replace(b"ncclDevKernel_AllGather", name)))
+    assert main(["breakdown", str(path)]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "frob" in line]
+    assert line.isprintable()
+
+
+def test_no_decode_step_is_said_in_words(tmp_path, capsys):
+    from k25lib.cli import main
+
+    (path,), _ = write_capture(tmp_path, 1, decode=4, prefill=0, layers=3, allreduces=7)
+    text = gzip.decompress(path.read_bytes()).replace(b"context_0(0)_generation_1(1)", b"context_1(9)_generation_0(0)")
+    path.write_bytes(gzip.compress(text))
+    assert main(["breakdown", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "passes: 4 prefill" in out
+    assert "rank 0 prefill: 4 passes, 16.0 kernels" in out

@@ -337,3 +337,40 @@ def test_rows_are_exact(tmp_path_factory, rows):
     lost = sum(x["count"] for x in trace.losses if x["kind"] != "zero duration")
     assert len(kept) + lost == len(rows)
     assert not set(kept) - set(rows)
+
+
+EPOCH = 1_767_189_312_000_000_000
+KERNEL, RUNTIME, NVTX = (
+    "CUPTI_ACTIVITY_KIND_KERNEL",
+    "CUPTI_ACTIVITY_KIND_RUNTIME",
+    "NVTX_EVENTS",
+)
+
+
+@pytest.mark.parametrize(
+    ("statements", "told"),
+    [
+        ([f"UPDATE {RUNTIME} SET start = 'soon' WHERE rowid = 3"], {}),
+        ([f"UPDATE {RUNTIME} SET correlationId = 'x' WHERE rowid = 3"], {}),
+        ([f"UPDATE {KERNEL} SET globalPid = 'x'"], {"no process": 1}),
+        ([f"UPDATE {KERNEL} SET globalPid = NULL"], {"no process": 1}),
+        ([f"UPDATE {t} SET start = start + {EPOCH}, end = end + {EPOCH}" for t in (KERNEL, RUNTIME, NVTX)], {}),
+    ],
+)
+def test_other_values_in_a_column_change_no_figure(pair, tmp_path, statements, told):
+    """Nor do the NVTX ranges of another process, nor nanoseconds since 1970, which no double holds."""
+    result = breakdown([changed(pair, tmp_path, *statements)])
+    ours, theirs = ([r for r in x["per_step"] if r["batch"] == "all"] for x in (result, breakdown([pair[1]])))
+    assert close(ours, theirs)
+    assert losses(result) == told
+
+
+def test_kernels_without_a_device_are_counted(pair, tmp_path):
+    result = breakdown([changed(pair, tmp_path, f"UPDATE {KERNEL} SET deviceId = 'x' WHERE rowid IN (9, 10)")])
+    assert losses(result)["no device"] == 2
+
+
+def test_names_that_are_no_text_are_told(pair, tmp_path):
+    result = breakdown([changed(pair, tmp_path, "UPDATE StringIds SET value = x'ff00' WHERE value LIKE '%ArgMax%'")])
+    assert losses(result) == {"no name": 1}
+    assert [row["name"].split()[0] for row in result["unknown"]] == ["name"]

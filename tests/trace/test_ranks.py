@@ -1,6 +1,8 @@
 """Ranks and sessions are told apart; collectives are paired, and waiting is told from transfer."""
 
 import gzip
+import json
+import re
 import shutil
 
 import pytest
@@ -190,3 +192,123 @@ def test_replicas_of_tensor_parallel_groups(tmp_path):
     assert result["capture"]["ranks"] == [0, 1, 2, 3]
     waits = [row["wait_ms"] for row in result["skew"] if row["op"] == "allreduce"]
     assert waits == pytest.approx([21 * 1000 / 1e6, 0, 21 * 1000 / 1e6, 0])
+
+
+def test_names_decide_where_every_replica_counts_from_0():
+    """Replicas of a dense model are worlds of their own: distributedInfo says rank 0 (and 1) in each."""
+    names = [f"dp{d}_pp0_tp{t}_dcp0_ep0_rank{t}.1.pt.trace.json.gz" for d in (0, 1) for t in (0, 1)]
+    known = peeks(*names)
+    for i, p in enumerate(known):
+        p["rank"] = i % 2
+    ranks.identify(known)
+    assert [p["rank"] for p in known] == [0, 1, 2, 3]
+    assert {p["rank_from"] for p in known} == {"file name"}
+    assert "several: the name decides" in known[3]["doubt"]
+
+
+def test_a_copy_beside_a_named_file_is_a_clash_of_ranks(tmp_path):
+    paths, _ = write_capture(tmp_path, 2, **SMALL)
+    shutil.copy(paths[0], tmp_path / "copy.pt.trace.json.gz")
+    result = breakdown([tmp_path])
+    assert result["capture"]["ranks"] == [0, 0, 1]
+    assert [loss["kind"] for loss in result["losses"]] == ["rank clash"]
+
+
+def test_a_name_that_contradicts_distributed_info_is_told(tmp_path):
+    paths, _ = write_capture(tmp_path, 2, **SMALL)
+    paths[0].rename(tmp_path / "x")
+    paths[1].rename(paths[0])
+    (tmp_path / "x").rename(paths[1])
+    result = breakdown([tmp_path])
+    details = [loss["detail"] for loss in result["losses"] if loss["kind"] == "rank in doubt"]
+    assert details == [
+        f"the name says rank {1 - rank}, distributedInfo {rank}: distributedInfo is believed" for rank in (0, 1)
+    ]
+
+
+def test_folders_of_hosts_whose_clocks_are_seconds_apart(tmp_path):
+    paths, _ = write_capture(tmp_path / "a", 2, (0, 1250), **SMALL)
+    later, _ = write_capture(tmp_path / "b", 2, (0, 1250), start_ns=5_000_005_000_000_000, **SMALL)
+    before = breakdown([tmp_path / "a"])["collectives"]
+    paths[1].unlink()
+    later[0].unlink()
+    result = breakdown([tmp_path / "a", tmp_path / "b"])
+    assert result["capture"]["ranks"] == [0, 1]
+    for row, same in zip(result["collectives"], before, strict=True):
+        assert row["wait_ms"] == pytest.approx(same["wait_ms"], abs=1e-6)
+    assert {loss["kind"] for loss in result["losses"]} == {"collectives"}
+
+
+def test_a_folder_of_traces_whose_names_say_nothing(tmp_path):
+    paths, _ = write_capture(tmp_path / "a", 2, **SMALL)
+    for i, path in enumerate(paths):
+        (tmp_path / f"worker{i}.json").write_bytes(gzip.decompress(path.read_bytes()))
+    shutil.rmtree(tmp_path / "a")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert breakdown([tmp_path])["capture"]["ranks"] == [0, 1]
+
+
+@pytest.mark.parametrize("absolute", [False, True])
+def test_gpus_of_one_process_are_a_rank_each(tmp_path, absolute):
+    """One process drives two GPUs: one file, with the streams' numbers twice."""
+    paths, _ = write_capture(tmp_path / "a", 2, (0, 1250), cpu_marks=False, **SMALL)
+    before = breakdown([tmp_path / "a"])
+    data, other = (json.loads(gzip.decompress(path.read_bytes())) for path in paths)
+    for e in other["traceEvents"]:
+        args = e.get("args", {})
+        for key in {"correlation", "External id"} & set(args):
+            args[key] += 10**6
+        if e.get("cat") in ("kernel", "gpu_user_annotation"):
+            e["pid"] = 1
+        if e.get("cat") == "kernel":
+            args["device"] = 1
+    data["traceEvents"] += other["traceEvents"]
+    del data["distributedInfo"]
+    text = json.dumps(data)
+    if absolute:  # read exactly, by another event type
+        text = re.sub(r'"ts": (\d{13})\.', lambda m: f'"ts": {int(m[1]) + 1_762_000_000_000_000}.', text)
+        text = text.replace("baseTimeNanoseconds", "other")
+    (tmp_path / "both.pt.trace.json").write_text(text)
+    result = breakdown([tmp_path / "both.pt.trace.json"])
+    assert [row["device"] for row in result["capture"]["devices"]] == [0, 1]
+    assert (result["capture"]["ranks"], result["capture"]["parallel"]["tp"]) == ([0, 1], 2)
+    assert [(loss["kind"], loss["count"]) for loss in result["losses"]] == [("several devices", 2)]
+    for ours, theirs in zip(result["per_step"], before["per_step"], strict=True):
+        assert {**ours, "file": ""} == {**theirs, "file": ""}
+    assert result["collectives"] == before["collectives"]
+
+
+@pytest.mark.parametrize("share", [0.3, 0.7, 0.95])
+def test_waiting_and_transfer_add_up_however_much_is_lost(tmp_path, share):
+    """A rank that lost calls, or all of them, does not take time out of the sum of the two parts."""
+    paths, _ = write_capture(tmp_path, 2, (0, 1250), **SMALL)
+    text = gzip.decompress(paths[1].read_bytes())
+    paths[1].write_bytes(gzip.compress(text[: int(len(text) * share)]))
+    result = breakdown([tmp_path])
+    assert result["collectives"]
+    for row in [*result["collectives"], *result["skew"]]:
+        if row["wait_ms"] is not None:
+            assert row["ms"] == pytest.approx(row["wait_ms"] + row["transfer_ms"])
+            assert row["wait_ms"] >= 0
+
+
+@pytest.mark.parametrize("value", [5, 10**18, None, "x", -3])
+def test_a_few_odd_device_numbers_make_no_rank(tmp_path, value):
+    (path, *_), _ = write_capture(tmp_path, 1, **SMALL)
+    before = breakdown([path])
+    data = json.loads(gzip.decompress(path.read_bytes()))
+    for e in [e for e in data["traceEvents"] if e.get("cat") == "kernel"][:3]:
+        e["args"]["device"] = value
+    path.write_bytes(gzip.compress(json.dumps(data).encode()))
+    result = breakdown([path])
+    assert result["per_step"] == before["per_step"]
+    assert result["losses"] == []
+
+
+def test_a_file_named_twice_is_one_file(tmp_path):
+    paths, _ = write_capture(tmp_path, 2, **SMALL)
+    (tmp_path / "link.pt.trace.json.gz").symlink_to(paths[0])
+    result = breakdown([tmp_path, *paths, tmp_path / "link.pt.trace.json.gz"])
+    assert (result["capture"]["ranks"], result["capture"]["files"], result["losses"]) == ([0, 1], 2, [])
+    with pytest.raises(UsageError, match="an empty path"):
+        breakdown([""])

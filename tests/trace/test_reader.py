@@ -396,3 +396,45 @@ def test_an_annotation_of_absurd_length_is_set_aside(base, read):
     assert losses(trace) == {"absurd annotation": 1}
     assert len(trace.marks) == 3
     assert sorted(rows(trace)) == truth
+
+
+@pytest.mark.parametrize(("dur_us", "stream", "lost"), [(5e5, 7, 1), (2e4, 7, 1), (5e5, 99, 0), (9e3, 7, 0)])
+def test_a_kernel_that_others_of_its_stream_run_inside_is_set_aside(read, dur_us, stream, lost):
+    """A stream runs one kernel after another; a long wait beside other streams is possible, and kept."""
+    events, truth = rank_events(0, decode=80, prefill=0)
+    at = next(re.search(r'"ts": ([\d.]+)', e)[1] for e in events if '"kernel"' in e)
+    args = f'"args": {{"stream": {stream}, "correlation": 1}}'
+    events.append(
+        f'{{"ph": "X", "cat": "kernel", "name": "x", "pid": 0, "tid": 7, "ts": {at}, "dur": {dur_us}, {args}}}'
+    )
+    trace = read(wrap(events).encode())
+    assert losses(trace) == ({"absurd duration": 1} if lost else {})
+    assert kernels(trace) == truth["kernels"] + 1 - lost
+
+
+@pytest.mark.parametrize(
+    ("ts", "kind"),
+    [(0, "zero or negative time"), (-7.5, "zero or negative time"), (1e17, "absurd time"), (1e300, "absurd time")],
+)
+@pytest.mark.parametrize("count", [4, 20])
+def test_many_impossible_times_are_set_aside_like_one(base, read, ts, kind, count):
+    text, truth = base
+    data = json.loads(text)
+    bad = [e for e in data["traceEvents"] if e.get("cat") == "kernel"][:count]
+    data["traceEvents"] += [e | {"ts": ts, "dur": 1 + i, "name": "bad"} for i, e in enumerate(bad)]
+    trace = read(json.dumps(data).encode())
+    assert sorted(rows(trace)) == truth
+    assert losses(trace) == {kind: count}
+
+
+@pytest.mark.parametrize("key", ["stream", "correlation", "External id", "device"])
+@pytest.mark.parametrize("value", [2**70, -(2**70), 2**63])
+def test_a_number_that_no_integer_holds_is_unknown(base, read, tmp_path, key, value):
+    text, truth = base
+    data = json.loads(text)
+    next(e for e in data["traceEvents"] if e.get("cat") == "kernel")["args"][key] = value
+    assert [row[:3] for row in sorted(rows(read(json.dumps(data).encode())))] == [row[:3] for row in truth]
+    launch = {"ph": "X", "cat": "cuda_runtime", "name": "x", "ts": value, "dur": 1, "args": {"correlation": 3}}
+    data["traceEvents"].append(launch)
+    (tmp_path / "u.json").write_text(json.dumps(data))
+    assert 3 not in kineto.read(tmp_path / "u.json", launches=True).launches

@@ -2,12 +2,13 @@
 
 import gzip
 import json
+import re
 
 import pytest
 from generate import load, write_capture
 
 from k25lib.cli import main
-from k25lib.errors import UsageError
+from k25lib.errors import K25Error, UsageError
 from k25lib.trace.slice import cut, lanes
 
 SMALL = {"decode": 8, "prefill": 2, "layers": 10, "allreduces": 21}
@@ -107,3 +108,94 @@ def test_a_cpu_step(cpu, tmp_path):
     events = load(tmp_path / "s.json.gz")
     operators = [e for e in events if e.get("cat") == "cpu_op"]
     assert sum(e["name"] == "_C::shm_allreduce" for e in operators) == 18
+
+
+def made(tmp_path, change, **settings):
+    """A capture of two ranks whose second file is another's: what the slice of step 3 holds, and what it tells."""
+    paths, _ = write_capture(tmp_path / "c", 2, (0, 1250), **(SMALL | settings))
+    data = json.loads(gzip.decompress(paths[1].read_bytes()))
+    change(data["traceEvents"])
+    paths[1].write_bytes(gzip.compress(json.dumps(data).encode(), 1))
+    losses = []
+    cut([tmp_path / "c"], 3, tmp_path / "s.json", losses)
+    events = json.loads((tmp_path / "s.json").read_text())["traceEvents"]
+    kernels = [e for e in events if e.get("cat") == "kernel"]
+    per_rank = [sum(e["pid"] == pid for e in kernels) for pid in sorted({e["pid"] for e in kernels})]
+    return per_rank, {loss["kind"]: loss["detail"] for loss in losses}, kernels
+
+
+def odd_members(events):
+    for e in events[::5]:
+        e["args"] = [None, [1, 2], "x"][len(e["name"]) % 3] if e.get("cat") == "cuda_runtime" else e.get("args")
+    for e in [e for e in events if e["ph"] in "sf"][::3]:
+        e["id"] = {"a": 1}
+    events += [
+        {"ph": "X", "cat": "cpu_op", "name": "a", "pid": [], "tid": {}, "ts": ts} for ts in (True, [], "x", None)
+    ]
+
+
+def twice(events):
+    events += [dict(e) for e in events]
+
+
+@pytest.mark.parametrize("change", [odd_members, twice, lambda events: events.reverse()])
+def test_odd_events_cost_no_kernel_and_give_none_twice(tmp_path, change):
+    per_rank, told, _ = made(tmp_path, change)
+    assert per_rank == [44, 44]
+    assert told == {}
+
+
+@pytest.mark.parametrize("seconds", [5, -5])
+def test_a_rank_on_another_clock_is_in_the_slice(tmp_path, seconds):
+    def later(events):
+        for e in events:
+            e["ts"] = round(e["ts"] + seconds * 1e6, 3)
+
+    per_rank, told, kernels = made(tmp_path, later)
+    assert per_rank == [44, 44]
+    assert f"{seconds * 1000}.000 ms ahead" in told["clock"]
+    first, second = (min(e["ts"] for e in kernels if (e["pid"] > 1000) == other) for other in (False, True))
+    assert abs(second - first) < 10
+
+
+def test_a_rank_without_such_a_step_is_told(tmp_path):
+    def prefill(events):
+        for e in events:
+            e["name"] = e["name"].replace("context_0(0)_generation_1(1)", "context_1(9)_generation_0(0)")
+            e["ts"] = e["ts"] + 5e6
+
+    per_rank, told, _ = made(tmp_path, prefill)
+    assert per_rank == [44]
+    assert "rank 1 has no pass at the time" in told["missing ranks"]
+
+
+def test_an_unreadable_file_beside_a_good_one_is_told(capture, tmp_path):
+    (tmp_path / "bad.pt.trace.json").write_bytes(b"")
+    losses = []
+    cut([*sorted(capture.glob("*.gz")), tmp_path / "bad.pt.trace.json"], 3, tmp_path / "s.json", losses)
+    assert [loss["kind"] for loss in losses] == ["unreadable file"]
+    with pytest.raises(K25Error, match="is empty"):
+        cut([tmp_path / "bad.pt.trace.json"], 3, tmp_path / "t.json")
+
+
+def test_two_files_of_one_rank_are_two_processes(damaged, tmp_path):
+    cut(sorted(damaged.glob("h19*")), 1, tmp_path / "s.json")
+    kernels = [e for e in load_plain(tmp_path / "s.json") if e.get("cat") == "kernel"]
+    assert len({e["pid"] for e in kernels}) == 2
+
+
+def load_plain(path):
+    return json.loads(path.read_text())["traceEvents"]
+
+
+def test_absolute_times_keep_their_nanoseconds(tmp_path):
+    """Without a base time a double tells 250 ns: no kernel of the step is lost, none moves."""
+    (path,), _ = write_capture(tmp_path / "c", 1, **SMALL)
+    cut([path], 3, tmp_path / "a.json")
+    text = gzip.decompress(path.read_bytes()).replace(b"baseTimeNanoseconds", b"other")
+    text = re.sub(rb'"ts": (\d+)\.', lambda m: b'"ts": %d.' % (int(m[1]) + 1_762_000_000_000_000), text)
+    (tmp_path / "b.pt.trace.json").write_bytes(text)
+    cut([tmp_path / "b.pt.trace.json"], 3, tmp_path / "b.json")
+    times = [[e["ts"] for e in load_plain(tmp_path / f"{n}.json") if e.get("cat") == "kernel"] for n in "ab"]
+    assert len(times[0]) == 44
+    assert times[0] == times[1]

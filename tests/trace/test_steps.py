@@ -232,3 +232,11 @@ def test_no_steps_at_all(tmp_path):
     assert result["steps"]["decode"] == 0
     assert result["per_step"] == result["categories"] == []
     assert "no decode steps" in {loss["kind"] for loss in result["losses"]}
+
+
+def test_what_prepares_the_next_pass_does_not_stretch_the_step_before(dp):
+    """Three small kernels run 3 ms after the last decode step, just before an idle rank's dummy pass: they are its."""
+    _, found = find(sorted(dp.glob("*.gz"))[0])
+    decode = [p for p in found.passes if p.kind == "decode"]
+    assert {p.kernels for p in decode} == {639}
+    assert max(p.end_ns - p.start_ns for p in decode) < 9.2e6
