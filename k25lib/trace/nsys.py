@@ -1,6 +1,7 @@
 """Reads what `nsys export --type sqlite` writes: CUPTI's activities, of every GPU of a host in one file.
 
-Tables and columns are those of Nsight Systems' documented schema; times are nanoseconds since the session began.
+Tables and columns are those of Nsight Systems' documented schema; times are nanoseconds since the session began. Copies
+on the GPU inside CUDA graphs are copies here; in the torch profiler's traces they are kernels (memcpy32_post).
 """
 
 import sqlite3
