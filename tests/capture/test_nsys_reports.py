@@ -25,6 +25,7 @@ def bin_folder(tmp_path, monkeypatch):
     (folder / "nsys").write_text(f'#!/bin/sh\nexec {sys.executable} {STAND_IN} "$@"\n')
     (folder / "nsys").chmod(stat.S_IRWXU)
     monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.setattr(nsys_reports, "SETTLE_S", 0.05)
     return folder
 
 
