@@ -20,6 +20,7 @@ def add(commands):
     peak = shapes.add_mutually_exclusive_group()
     peak.add_argument("--hardware", metavar="NAME", help="a GPU by name (default: this machine's, else RTX PRO 6000)")
     peak.add_argument("--dram-gb-s", type=float, metavar="X", help="a memory bandwidth instead, in 10^9 bytes/s")
+    peak.add_argument("--measure", action="store_true", help="measure this device's bandwidth instead")
     shapes.add_argument("--json", action="store_true", help="print one JSON object")
     shapes.set_defaults(run=run_shapes)
 
@@ -71,6 +72,8 @@ def _hardware(args):
     from k25lib import hardware
     from k25lib.environment import gpus
 
+    if args.measure:
+        return hardware.measure(), False
     if args.dram_gb_s is not None:
         if not 0 < args.dram_gb_s < float("inf"):
             raise UsageError("--dram-gb-s must be a positive number")
@@ -79,7 +82,9 @@ def _hardware(args):
         found = hardware.find(args.hardware)
         if found is None:
             names = ", ".join(device.name for device in hardware.known())
-            raise UsageError(f"hardware {args.hardware!r} is not listed; known: {names}; or give --dram-gb-s")
+            raise UsageError(
+                f"hardware {args.hardware!r} is not listed; known: {names}; or give --dram-gb-s, --measure"
+            )
         return found, False
     local = next((hardware.find(gpu["name"] or "") for gpu in gpus()), None)
     return (local, False) if local else (hardware.find(hardware.REFERENCE), True)
@@ -108,11 +113,12 @@ def _text(result, step, hardware, assumed):
         )
     lines += ["", "{:<14} {:>10} {:>6}  {}".format("collective", "bytes", "calls", "where")]
     lines += [f"{c['op']:<14} {c['bytes']:>10} {c['calls_per_step']:>6}  {c['where']}" for c in step.collectives]
+    peak = "measured" if hardware.measured else "peak"
     lines += [
         "",
         f"weights and norms   {step.weight_bytes / 1e9:.3f} GB a step (norms {step.norm_bytes / 1e6:.1f} MB)",
         f"KV cache            {step.kv_bytes_per_token} bytes a token, {step.kv_bytes / 1e9:.3f} GB a step",
         f"bandwidth bound     {result['ideal_step_ms']:.3f} ms at {hardware.dram_gb_s / 1e3:.3f} TB/s "
-        f"({hardware.name}, peak{', assumed: name yours with --hardware' if assumed else ''})",
+        f"({hardware.name}, {peak}{', assumed: name yours with --hardware' if assumed else ''})",
     ]
     return "\n".join(lines)

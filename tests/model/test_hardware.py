@@ -37,3 +37,11 @@ def test_every_device_has_its_source_and_finds_itself():
         assert device.l2_bytes > 2**20
         assert device.bf16_tflop_s > 0
         assert hardware.find(device.name) == device
+
+
+def test_a_measured_device_is_labelled():
+    device = hardware.measure("cpu", megabytes=8, repeats=2)
+    assert device.measured
+    assert device.source.startswith("measured here: best of 2 copies of 8 MiB")
+    assert device.dram_gb_s > 0
+    assert device.bf16_tflop_s > 0
