@@ -9,6 +9,7 @@ _FIELD = r"(?i)(?<![a-z])(dp|pp|tp)[-_]?(\d+)(?!\d)"
 _RANK = r"(?i)rank[-_]?(\d+)"
 NEW_SESSION_NS = 50_000_000  # one process cannot start two captures within 50 ms: that is a copy, not a session
 ONE_START_NS = 60_000_000_000  # all ranks of a session start within a minute
+STEADY_NS = 20_000  # calls of one group end together, to within less
 ONE_HOST_NS = 10_000_000_000  # files of other folders belong together only if they start within seconds
 
 
@@ -203,10 +204,22 @@ def _by_end(calls, group):
         if i == reference or not len(ends[reference]):
             match.setdefault(i, np.zeros(0, np.int64))
             continue
-        there, back = _nearest(ends[i], ends[reference]), _nearest(ends[reference], ends[i])
+        own = ends[i] - _ahead(ends[i], ends[reference])
+        there, back = _nearest(own, ends[reference]), _nearest(ends[reference], own)
         match[i] = there
         keep &= back[there] == np.arange(len(there))
     return {i: match[i][keep] for i in group}
+
+
+def _ahead(ends, others):
+    """ns that a clock is ahead of another's: of the runs of `ends` as long as `others`, that of the steadiest distance
+    (and of those as steady, the least); 0 where none is steady, as calls are missing in between."""
+    some = np.unique(np.linspace(0, len(others) - 1, 128).astype(np.int64))
+    apart = np.stack([ends[some + k] - others[some] for k in range(len(ends) - len(others) + 1)])
+    middle = np.median(apart, axis=1)
+    off = np.abs(apart - middle[:, None])
+    best = np.lexsort((np.abs(middle), np.round(off.mean(axis=1))))[0]
+    return round(middle[best]) if np.median(off[best]) < STEADY_NS else 0
 
 
 def _nearest(values, targets):

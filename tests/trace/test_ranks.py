@@ -312,3 +312,25 @@ def test_a_file_named_twice_is_one_file(tmp_path):
     assert (result["capture"]["ranks"], result["capture"]["files"], result["losses"]) == ([0, 1], 2, [])
     with pytest.raises(UsageError, match="an empty path"):
         breakdown([""])
+
+
+@pytest.mark.parametrize("ahead_ns", [0, 300_000, -300_000, 5_000_000_000])
+@pytest.mark.parametrize("lost", ["start", "end"])
+def test_a_step_fewer_on_another_clock(tmp_path, ahead_ns, lost):
+    """A clock that is off by most of a step does not pair the calls of one step with those of the next."""
+    paths, _ = write_capture(tmp_path, 2, (0, 1250), others=2, **SMALL)
+    before = {row["op"]: row["wait_ms"] for row in breakdown([tmp_path])["collectives"]}
+    data = json.loads(gzip.decompress(paths[1].read_bytes()))
+    marks = sorted(e["ts"] for e in data["traceEvents"] if e.get("cat") == "gpu_user_annotation")
+    first, last = marks[2] - 1, marks[-2] - 1
+    inside = (lambda ts: ts >= first) if lost == "start" else (lambda ts: ts < last)
+    gpu = ("kernel", "gpu_user_annotation")
+    data["traceEvents"] = [e for e in data["traceEvents"] if e.get("cat") not in gpu or inside(e["ts"])]
+    for e in data["traceEvents"]:
+        e["ts"] = round(e["ts"] + ahead_ns / 1000, 3)
+    paths[1].write_bytes(gzip.compress(json.dumps(data).encode()))
+    result = breakdown([tmp_path])
+    assert {row["op"]: row["wait_ms"] for row in result["collectives"]} == pytest.approx(before, rel=0.02)
+    clocks = [row["clock_us"] for row in result["skew"] if row["rank"] == 1]
+    assert clocks == pytest.approx([ahead_ns / 1000] * 2, abs=1)
+    assert any("unequal counts" in loss["detail"] for loss in result["losses"])

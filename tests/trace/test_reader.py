@@ -438,3 +438,10 @@ def test_a_number_that_no_integer_holds_is_unknown(base, read, tmp_path, key, va
     data["traceEvents"].append(launch)
     (tmp_path / "u.json").write_text(json.dumps(data))
     assert 3 not in kineto.read(tmp_path / "u.json", launches=True).launches
+
+
+def test_whole_microseconds_are_told_with_a_base_time_too(base, read):
+    data = json.loads(base[0])
+    for e in data["traceEvents"]:
+        e |= {key: int(e[key]) for key in ("ts", "dur") if key in e}
+    assert losses(read(json.dumps(data).encode()))["precision"] == 48
