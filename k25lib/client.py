@@ -1,6 +1,7 @@
 """vLLM's HTTP API as the workbook needs it: readiness, identity, metrics, the profiler's two calls."""
 
 import json
+import math
 import os
 import re
 from urllib.parse import urlsplit
@@ -55,6 +56,14 @@ def normalise_url(url):
     return re.sub(r"/*(/v1(/(chat/)?completions|/models)?)?/*$", "", url)
 
 
+def key_of_environment():
+    """The API key in K25_API_KEY, None if there is none. Raises UsageError for one that no HTTP header can hold."""
+    key = os.environ.get("K25_API_KEY", "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise UsageError("K25_API_KEY holds characters that no HTTP header can: set it again")
+    return key or None
+
+
 class Client:
     """One server. Every method raises a one-line K25Error; the API key comes from K25_API_KEY unless given."""
 
@@ -64,9 +73,10 @@ class Client:
         self.session = requests.Session()
         self.session.trust_env = urlsplit(self.url).hostname not in ("127.0.0.1", "localhost", "::1")  # no proxy to us
         self.session.verify = os.environ.get("SSL_CERT_FILE") or True
-        key = api_key or os.environ.get("K25_API_KEY")
+        key = api_key or key_of_environment()
         if key:
             self.session.headers["Authorization"] = f"Bearer {key}"
+            self.session.auth = lambda request: request  # neither a login in the URL nor one of ~/.netrc replaces it
 
     def _call(self, method, path, timeout_s=None, **more):
         try:
@@ -125,7 +135,7 @@ class Client:
         """The served models: a list of dicts with at least `id` (and `max_model_len` where the server tells)."""
         body = self._json("/v1/models")
         models = body.get("data") if isinstance(body, dict) else None
-        if not isinstance(models, list) or not all(isinstance(m, dict) and "id" in m for m in models):
+        if not isinstance(models, list) or not all(isinstance(m, dict) and isinstance(m.get("id"), str) for m in models):
             raise NotVllm(f"{self.shown_url} answers, but /v1/models is not a list of models: is this the right port?")
         return models
 
@@ -147,7 +157,7 @@ class Client:
         try:
             answer.raise_for_status()
             return answer.json()["choices"][0].get("text", "")
-        except (requests.exceptions.HTTPError, ValueError, KeyError, IndexError, AttributeError):
+        except (requests.exceptions.HTTPError, ValueError, LookupError, AttributeError, TypeError):
             raise NotReady(
                 f"{self.shown_url} can't make a token (status {answer.status_code}): {_short(answer.text)}"
             ) from None
@@ -172,8 +182,9 @@ class Client:
         try:
             for family in text_string_to_metric_families(answer.text):
                 for sample in family.samples:
-                    samples.setdefault(sample.name, []).append((sample.labels, sample.value))
-        except ValueError:
+                    if math.isfinite(sample.value):  # NaN is Prometheus' word for nothing known
+                        samples.setdefault(sample.name, []).append((sample.labels, sample.value))
+        except (ValueError, LookupError, TypeError):
             return {}  # not Prometheus text: this server has no metrics
         return samples
 

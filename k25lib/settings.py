@@ -75,9 +75,10 @@ def load_settings(path, overrides=()):
         raise UsageError(f"{path} is not valid TOML: {error}") from None
     for text in overrides:
         table, key, value = _override(text)
-        tree.setdefault(table, {})[key] = value
-        if isinstance(tree.get("embedded"), dict):  # what the user says by hand wins over the embedded values too
-            tree["embedded"].get(table, {}).pop(key, None)
+        _table(tree.setdefault(table, {}), table)[key] = value
+        embedded = _table(tree.get("embedded", {}), "embedded").get(table)
+        if isinstance(embedded, dict):  # what the user says by hand wins over the embedded values too
+            embedded.pop(key, None)
     return from_tree(tree)
 
 

@@ -25,7 +25,7 @@ def level(runs, concurrency, rate, slo, gpus, honest_concurrency):
     found |= {"rate": rate, "requests": len(measured), "failed": sum(failures.values()), "errors": dict(failures)}
     found |= {"first_error": next((r.row["error"] for r in measured if not r.ok and not r.unfinished), None)}
     found |= {"warmup_requests": len(every) - len(measured), "repeats": len(runs)}
-    found |= {"warmup_failed": sum(not request.ok for request in every if request.phase == "warmup")}
+    found |= {"warmup_failed": sum(r.phase == "warmup" and not r.ok and not r.unfinished for r in every)}
     found |= {"unfinished": sum(request.unfinished for request in measured)}
     found |= {"not_sent": sum(result["not_sent"] for _, result, _ in runs)}
     for name in ("steady_s", "ramp_s", "drain_s"):
@@ -57,6 +57,8 @@ def remarks(found):
     if found["errors"]:
         said.append(", ".join(f"{kind}: {number}" for kind, number in found["errors"].items()))
         said[0] += f" (the first: {found['first_error']})"
+    if found["warmup_failed"]:
+        said.append(f"failed in the warm-up: {found['warmup_failed']}")
     if found["void"]:
         said.append(f"void: {found['prefix_hit_rate']:.1%} prefix hits")
     if found["client"]["limited"]:

@@ -23,6 +23,7 @@ import httptools
 
 from k25lib.load import priority
 from k25lib.load.connection import Connection, clock_offset_ns, stamp_ns
+from k25lib.load.stream import Outcome
 
 READ, WRITE = 1, 4  # EPOLLIN, EPOLLOUT; the same numbers for poll
 HAS_EPOLL = hasattr(select, "epoll")
@@ -282,6 +283,20 @@ class Worker:
             self.flush(connection, writing=True)
         return event != WRITE and self.receive(connection)
 
+    def last_sign(self, connection, at):
+        """When this exchange last brought a chunk, or was sent (ns), and how long the next may take (s).
+
+        Comments keep a connection alive, not a stream; what comes before the first token is no stream yet.
+        """
+        exchange, encoded = connection.exchange, connection.framing.encoded
+        if connection.opening:
+            return exchange["send_ns"], self.plan["connect_timeout_s"]
+        chunk = next((piece for piece in reversed(exchange["pieces"]) if encoded or b"data:" in piece[2]), None)
+        limit_s = self.plan["chunk_timeout_s"]
+        if chunk and (at - chunk[1] <= limit_s * 1e9 or Outcome({**exchange, "end": "cut", "detail": None}, 0).times_ns):
+            return chunk[1], limit_s
+        return exchange["send_ns"], self.plan["first_timeout_s"]
+
     def tick(self):
         """Once in a quarter of a second: progress, time-outs, the end of the time given."""
         at = now()
@@ -294,11 +309,7 @@ class Worker:
             over = ("unfinished", "in flight when the time given was over")
         free = []
         for connection in list(self.busy.values()):
-            pieces = connection.exchange["pieces"]
-            streaming = pieces and (len(pieces) > 1 or pieces[0][2].partition(b"\r\n\r\n")[2])
-            last, limit = (pieces[-1][1], "chunk") if streaming else (connection.exchange["send_ns"], "first")
-            limit = "connect" if connection.opening else limit
-            limit_s = self.plan[f"{limit}_timeout_s"]
+            last, limit_s = self.last_sign(connection, at)
             end = over or (at - last > limit_s * 1e9 and ("timeout", f"no data for {limit_s:g} s"))
             if end and connection.opening and not over:
                 self.gone = TimeoutError(f"no connection within {limit_s:g} s")  # not as long again for each request

@@ -11,7 +11,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
-from k25lib.client import profiler_config
+from k25lib.client import key_of_environment, profiler_config
 from k25lib.errors import K25Error
 from k25lib.redaction import redact
 from k25lib.server import process, startup, supervisor, vllm_cpu
@@ -139,7 +139,7 @@ class Embedded:
     def environment(self):
         """The environment that vLLM is started with."""
         caches = vllm_cpu.cache_dir(self.root)
-        key = os.environ.get("K25_API_KEY")
+        key = key_of_environment()
         return {
             **vllm_cpu.clean_environment(),
             **_SETTINGS,
