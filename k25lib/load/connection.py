@@ -69,7 +69,12 @@ class Framing:
         """Feed the pieces not fed before; True when the response is complete."""
         data = b"".join(piece[2] for piece in pieces[self.fed :])
         self.fed = len(pieces)
-        self.parser.feed_data(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError:
+            if not self.complete:
+                raise
+            self.keep_alive = False  # what follows a whole response is no HTTP
         return self.complete
 
 

@@ -108,6 +108,8 @@ class Driver:
                 if kind == "result":
                     return value
                 if kind == "error":
+                    if self.interrupted:  # it had not begun
+                        raise KeyboardInterrupt
                     value = tls_reason(value) if "SSL" in value or "TLS" in value else value
                     raise K25Error(f"cannot load {self.target.shown}: {value}")
         finally:

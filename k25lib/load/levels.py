@@ -37,6 +37,8 @@ def level(runs, concurrency, rate, slo, gpus, honest_concurrency):
     found |= latencies(measured)
     found["goodput_unit"] = "requests/s within the SLO" if slo else None
     sources = {request.row["tokens_from"] for request in measured if request.ok}
+    several = [request for request in measured if request.ok and request.row["output_tokens"] > 1]
+    found["came_whole"] = sum(bool(request.times_ns[0] == request.times_ns[-1]) for request in several)
     found["tokens_from"] = "usage" if sources <= {"usage"} else "chunks"
     tpot = found["tpot_ms"] and found["tpot_ms"]["mean"]
     found["tok_s_per_user"] = rounded(1e3 / tpot) if tpot else None
@@ -59,6 +61,8 @@ def remarks(found):
         said[0] += f" (the first: {found['first_error']})"
     if found["warmup_failed"]:
         said.append(f"failed in the warm-up: {found['warmup_failed']}")
+    if found["came_whole"]:
+        said.append(f"{found['came_whole']} answers came whole at one moment (a proxy that buffers?): no TTFT or TPOT of theirs")
     if found["void"]:
         said.append(f"void: {found['prefix_hit_rate']:.1%} prefix hits")
     if found["client"]["limited"]:

@@ -26,7 +26,7 @@ class Response:
 
     def __init__(self, pieces):
         self.status, self.body, self.error, self.location, self._inflate = None, [], None, None, None
-        self._parser = httptools.HttpResponseParser(self)
+        self._parser, self._complete = httptools.HttpResponseParser(self), False
         for self._time_ns, _, data in pieces:
             try:
                 self._parser.feed_data(data)
@@ -34,7 +34,7 @@ class Response:
                 self.error = f"cannot decompress the response ({error.__context__})"
                 break
             except httptools.HttpParserError as error:
-                self.error = str(error)
+                self.error = None if self._complete else str(error)
                 break
 
     def on_header(self, name, value):
@@ -46,6 +46,9 @@ class Response:
 
     def on_headers_complete(self):
         self.status = self._parser.get_status_code()
+
+    def on_message_complete(self):
+        self._complete = self.status >= 200
 
     def on_body(self, data):
         self.body.append((self._time_ns, self._decompressed(data) if self._inflate else data))

@@ -98,6 +98,8 @@ def _read(result, output_tokens, name, warmup, phase="measured"):
 def _all_failed(rows, target):
     first = next((row for row in rows if not row["ok"]), None)
     cause = f"{first['kind']}: {first['error']}" if first else "none was sent"
+    if first and first["kind"] in ("http_401", "http_403"):
+        cause += "; set K25_API_KEY to the server's key"
     return f"all {len(rows)} requests to {target.shown} failed; the first: {cause}"
 
 
@@ -229,11 +231,11 @@ def sweep(
     most = rates[-1] * seconds if rates else levels[-1] * (requests_per_slot + 1)
     if most > MOST_REQUESTS:
         raise UsageError(
-            f"{most:.0f} requests in a level are more than {MOST_REQUESTS}: give fewer requests or seconds"
+            f"{most:.6g} requests in a level are more than {MOST_REQUESTS}: give fewer requests or seconds"
         )
     if most * input_tokens > MOST_TOKENS:
         raise UsageError(
-            f"{most:.0f} prompts of {input_tokens} tokens in a level are more than {MOST_TOKENS:.0e} tokens, which are "
+            f"{most:.6g} prompts of {input_tokens} tokens in a level are more than {MOST_TOKENS:.0e} tokens, which are "
             "built before it starts: give fewer requests or shorter prompts"
         )
     check_descriptors(max(levels, default=1))

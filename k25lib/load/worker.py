@@ -29,6 +29,7 @@ READ, WRITE = 1, 4  # EPOLLIN, EPOLLOUT; the same numbers for poll
 HAS_EPOLL = hasattr(select, "epoll")
 # From so many requests in flight the loop lets events gather, for a share of a request's time and of a token's.
 GATHER_FROM, MAX_GATHER_S, REQUEST_SHARE, TOKEN_SHARE = 32, 0.002, 0.002, 0.2
+QUIET_NS = 250_000_000  # after so long without data a response is looked at however it ends
 STEPPED_NS = 1_000_000  # a realtime clock that moved by more was set meanwhile: its stamps are worth nothing
 OPEN_AT_ONCE = 64  # a server's queue of connections not accepted yet has a bound
 now = time.monotonic_ns
@@ -145,16 +146,22 @@ class Worker:
             return self.close(connection) if connection.closed or data else False
         if data:
             connection.pieces.append(piece)
-            if not framing.lazy or data[-4:] == b"\r\n\r\n" or len(data) < 4:
-                try:
-                    if framing.feed(connection.pieces):
-                        self.finish(connection, "complete")
-                        if not framing.keep_alive or connection.pending:  # an early answer: the rest goes nowhere
-                            self.close(connection)
-                        return True
-                except httptools.HttpParserError as error:
-                    return self.give_up(connection, "bad_http", error)
+            if (not framing.lazy or data[-4:] == b"\r\n\r\n" or len(data) < 4) and self.is_over(connection):
+                return True
         return self.broken(connection, None) if connection.closed else False
+
+    def is_over(self, connection):
+        """Look at the response as far as it has come; True if it is over: complete, or no HTTP."""
+        framing = connection.framing
+        try:
+            if not framing.feed(connection.pieces):
+                return False
+        except httptools.HttpParserError as error:
+            return self.give_up(connection, "bad_http", error)
+        self.finish(connection, "complete")
+        if not framing.keep_alive or connection.pending:  # an early answer: the rest goes nowhere
+            self.close(connection)
+        return True
 
     def broken(self, connection, error):
         """The server closed or reset the connection. A reused one that brought nothing is tried once more."""
@@ -309,6 +316,9 @@ class Worker:
             over = ("unfinished", "in flight when the time given was over")
         free = []
         for connection in list(self.busy.values()):
+            if connection.framing.lazy and at - connection.pieces[-1][1] > QUIET_NS and self.is_over(connection):
+                free.append(connection)  # it ended otherwise than at the end of a piece
+                continue
             last, limit_s = self.last_sign(connection, at)
             end = over or (at - last > limit_s * 1e9 and ("timeout", f"no data for {limit_s:g} s"))
             if end and connection.opening and not over:
@@ -322,7 +332,10 @@ class Worker:
 
 def main():
     """Run the plan on stdin; every frame on stdout is a pickle."""
-    plan = pickle.load(sys.stdin.buffer)
+    try:
+        plan = pickle.load(sys.stdin.buffer)
+    except (EOFError, pickle.UnpicklingError):
+        return  # the parent was stopped before it had said what to do
 
     def emit(kind, value):
         pickle.dump((kind, value), sys.stdout.buffer, protocol=5)
