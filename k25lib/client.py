@@ -135,7 +135,8 @@ class Client:
         """The served models: a list of dicts with at least `id` (and `max_model_len` where the server tells)."""
         body = self._json("/v1/models")
         models = body.get("data") if isinstance(body, dict) else None
-        if not isinstance(models, list) or not all(isinstance(m, dict) and isinstance(m.get("id"), str) for m in models):
+        whole = isinstance(models, list) and all(isinstance(m, dict) and isinstance(m.get("id"), str) for m in models)
+        if not whole:
             raise NotVllm(f"{self.shown_url} answers, but /v1/models is not a list of models: is this the right port?")
         return models
 

@@ -44,6 +44,8 @@ def run_campaign(args):
         settings = settings_of(run)
     else:
         settings = load_settings(args.campaign or PROJECT / "campaign.toml", args.set)
+    if args.url == "":
+        raise UsageError("--url is empty: give the server's URL, or leave --url out for the embedded server")
     if args.url:
         settings = with_server(settings, url=args.url)
     if args.allow_restart and not settings.server.url:

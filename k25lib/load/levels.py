@@ -62,7 +62,7 @@ def remarks(found):
     if found["warmup_failed"]:
         said.append(f"failed in the warm-up: {found['warmup_failed']}")
     if found["came_whole"]:
-        said.append(f"{found['came_whole']} answers came whole at one moment (a proxy that buffers?): no TTFT or TPOT of theirs")
+        said.append(f"{found['came_whole']} answers came at one moment (a proxy's buffer?): no TTFT or TPOT of theirs")
     if found["void"]:
         said.append(f"void: {found['prefix_hit_rate']:.1%} prefix hits")
     if found["client"]["limited"]:

@@ -227,7 +227,7 @@ def sweep(
             raise UsageError(f"max seconds and time-outs are positive numbers of seconds, not {value!r}")
     seconds = max_seconds or OPEN_LOOP_SECONDS
     if rates and rates[0] * seconds < 1:
-        raise UsageError(f"{rates[0]:g} requests/s make none in {seconds:g} s: give a higher rate or more --max-seconds")
+        raise UsageError(f"{rates[0]:g} requests/s make none in {seconds:g} s: give a higher rate or more seconds")
     most = rates[-1] * seconds if rates else levels[-1] * (requests_per_slot + 1)
     if most > MOST_REQUESTS:
         raise UsageError(

@@ -300,7 +300,8 @@ class Worker:
             return exchange["send_ns"], self.plan["connect_timeout_s"]
         chunk = next((piece for piece in reversed(exchange["pieces"]) if encoded or b"data:" in piece[2]), None)
         limit_s = self.plan["chunk_timeout_s"]
-        if chunk and (at - chunk[1] <= limit_s * 1e9 or Outcome({**exchange, "end": "cut", "detail": None}, 0).times_ns):
+        so_far = exchange | {"end": "cut"}
+        if chunk and (at - chunk[1] <= limit_s * 1e9 or Outcome(so_far, 0).times_ns):
             return chunk[1], limit_s
         return exchange["send_ns"], self.plan["first_timeout_s"]
 

@@ -195,9 +195,9 @@ def test_the_command_prints_one_json_object(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["gemm", "--batch", "0"], "--batch takes whole numbers"),
-        (["gemm", "--state", "hot"], "--state takes cold, warm"),
-        (["gemm", "--only", "nothing"], "no GEMM of this model"),
+        (["gemm", "--batch", "0"], "batches are whole numbers from 1, at least one, not [0]"),
+        (["gemm", "--state", "hot"], "states are cold, warm or both, not ['hot']"),
+        (["gemm", "--only", "nothing"], "no GEMM to time"),
         (["gemm", "--config", "/no/config.json"], "cannot read /no/config.json"),
         (["collectives", "--world", "0"], "--world must be at least 1"),
     ],
