@@ -39,9 +39,12 @@ def _common(command, batches, timeout_s):
 
 
 def _positive(text):
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not 0 < value <= MOST:
-        raise argparse.ArgumentTypeError(f"{text} is no positive number")
+        raise argparse.ArgumentTypeError(f"{text} is no positive number (at most {MOST:.0e})")
     return value
 
 
