@@ -83,7 +83,17 @@ def send(
         raise KeyboardInterrupt
     if not any(row["ok"] for row in rows):
         raise K25Error(_all_failed(rows, target))
+    if lost := _lost(result, target):
+        raise K25Error(lost)
     return rows
+
+
+def _lost(result, target):
+    """That the server went away, and what that cost; None if it did not."""
+    if not result["lost"]:
+        return None
+    cost = f"; {result['not_sent']} requests were not sent" if result["not_sent"] else ""
+    return f"{target.shown} takes no more connections: {result['lost']}{cost}"
 
 
 def _read(result, output_tokens, name, warmup, phase="measured"):
@@ -292,7 +302,8 @@ def _measure(found, sweeper, wanted):
                 found.error = str(error)
                 break
             found.runs.append(({"concurrency": concurrency, "rate": rate, "repeat": repeat}, runs[-1][0]))
-            if sweeper.driver.interrupted:
+            found.error = _lost(runs[-1][1], sweeper.target)
+            if sweeper.driver.interrupted or found.error:
                 break
         if any(requests for requests, _, _ in runs):
             figures = (runs, concurrency, rate, settings["slo"], settings["gpus"], sweeper.honest_concurrency)

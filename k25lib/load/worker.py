@@ -29,6 +29,7 @@ READ, WRITE = 1, 4  # EPOLLIN, EPOLLOUT; the same numbers for poll
 HAS_EPOLL = hasattr(select, "epoll")
 # From so many requests in flight the loop lets events gather, for a share of a request's time and of a token's.
 GATHER_FROM, MAX_GATHER_S, REQUEST_SHARE, TOKEN_SHARE = 32, 0.002, 0.002, 0.2
+MOST_REFUSED = 100  # connections in a row, and as many as the concurrency: the server has gone, the rest is not sent
 QUIET_NS = 250_000_000  # after so long without data a response is looked at however it ends
 STEPPED_NS = 1_000_000  # a realtime clock that moved by more was set meanwhile: its stamps are worth nothing
 OPEN_AT_ONCE = 64  # a server's queue of connections not accepted yet has a bound
@@ -50,7 +51,8 @@ class Worker:
         self.poller = select.epoll() if HAS_EPOLL else select.poll()
         self.open, self.busy, self.records = {}, {}, []
         self.stopped = self.kernel_stamps = False
-        self.gone = self.deadline = None
+        self.gone = self.lost = self.refusal = self.deadline = None
+        self.refused = 0  # connections in a row that could not be had
         self.next_tick_ns, self.gather_s, self.connects = 0, 0.0, 0
         self.context = ssl.create_default_context() if plan["tls"] else None
 
@@ -179,6 +181,12 @@ class Worker:
         exchange = connection.exchange
         exchange["end"], exchange["detail"], exchange["end_ns"] = end, None if detail is None else str(detail), now()
         pieces, connection.exchange = exchange["pieces"], None
+        if end == "connect":
+            self.refused, self.refusal = self.refused + 1, exchange["detail"]
+        elif end in ("complete", "eof"):
+            self.refused = 0
+        if self.refused > MOST_REFUSED + self.plan["concurrency"]:
+            self.lost = self.refusal
         connection.free_ns = exchange["end_ns"]
         if pieces:
             self.kernel_stamps = pieces[-1][0] is not None
@@ -212,6 +220,8 @@ class Worker:
             else:
                 self.hold_rate(connections, start_ns)
             end_ns, cpu_s = now(), time.process_time() - cpu_s
+        if self.refused >= self.plan["concurrency"]:  # nobody could connect at the end
+            self.lost = self.refusal
         self.kernel_stamps &= abs(clock_offset_ns() - self.offset_ns) < STEPPED_NS
         for exchange in self.records:
             exchange["pieces"] = [
@@ -226,12 +236,14 @@ class Worker:
             "stamps": "kernel" if self.kernel_stamps else "user",
             "priority": raised,
             "not_sent": len(self.queue),
+            "lost": self.lost,
             "connects": self.connects,
         }
 
     def more(self):
         """Whether a further request may be sent."""
-        return bool(self.queue) and not self.stopped and (self.deadline is None or now() < self.deadline)
+        in_time = self.deadline is None or now() < self.deadline
+        return bool(self.queue) and in_time and not self.stopped and not self.lost
 
     def hold_concurrency(self, connections):
         waiting = connections

@@ -5,6 +5,7 @@ import json
 import os
 import pkgutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -264,6 +265,25 @@ def test_a_server_that_goes_away_keeps_the_levels_measured():
     assert found.result["levels"][0]["failed"] == 0
     assert not found.result["complete"] and ("failed" in found.error or "refused" in found.error)
     assert set(kinds(found)) >= {"ok", "cut"}
+
+
+@pytest.mark.parametrize(("per_slot", "not_sent"), [(6, False), (400, True)])
+def test_a_server_that_dies_in_the_last_level_ends_the_sweep(per_slot, not_sent):
+    with WildServer(None) as server:
+
+        def answer(body, number):
+            if number == 4:
+                server.listener.shutdown(socket.SHUT_RDWR)
+                server.listener.close()
+            return good(4) if number < 4 else [CLOSE]
+
+        server.answer = answer
+        found = sweep(server.url, "wild", [1], **QUICK, warmup=False, requests_per_slot=per_slot)
+    level = found.result["levels"][0]
+    assert "takes no more connections: [Errno 111] Connection refused" in found.error
+    assert not found.result["complete"] and bool(level["not_sent"]) is not_sent
+    assert level["requests"] + level["not_sent"] == per_slot
+    assert level["failed"] == sum(level["errors"].values()) < 150
 
 
 @pytest.mark.slow
