@@ -10,6 +10,8 @@ import requests
 
 from k25lib.errors import K25Error, UsageError
 
+_HERE = re.compile(r"(.+\.)?localhost|127(\.\d+){1,3}|0\.0\.0\.0|::1?")
+
 
 class ServerDown(K25Error):
     """Nothing answers at the URL."""
@@ -71,7 +73,7 @@ class Client:
         self.url = normalise_url(url)
         self.timeout_s = timeout_s
         self.session = requests.Session()
-        self.session.trust_env = urlsplit(self.url).hostname not in ("127.0.0.1", "localhost", "::1")  # no proxy to us
+        self.session.trust_env = not _HERE.fullmatch(urlsplit(self.url).hostname)  # no proxy to this machine
         self.session.verify = os.environ.get("SSL_CERT_FILE") or True
         key = api_key or key_of_environment()
         if key:
@@ -87,6 +89,11 @@ class Client:
             raise NotReady(
                 f"{self.shown_url}{path} did not answer within {timeout_s or self.timeout_s:g} s: "
                 "is the server stuck or busy?"
+            ) from None
+        except requests.exceptions.ProxyError:
+            raise ServerDown(
+                f"the proxy of this environment does not reach {self.shown_url}: "
+                f"set NO_PROXY={urlsplit(self.url).hostname} to go without it, as the load does"
             ) from None
         except requests.exceptions.SSLError as error:
             raise ServerDown(f"{self.shown_url}: {tls_reason(error)}") from None

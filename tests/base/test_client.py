@@ -116,6 +116,19 @@ def test_an_answer_of_another_shape_is_no_token(answers, token):
         Client(answers["url"]).ready()
 
 
+def test_no_proxy_stands_between_us_and_this_machine(answers, monkeypatch):
+    answers.update(HEALTHY)
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    port = answers["url"].rpartition(":")[2]
+    for host in ("127.0.0.1", "localhost", "0.0.0.0", "127.1"):
+        assert Client(f"{host}:{port}").ready() == "tiny"
+    with pytest.raises(ServerDown, match="set NO_PROXY=gpu-box to go without it"):
+        Client("http://gpu-box:8000").health()
+
+
 def test_profiler_answers(answers):
     client = Client(answers["url"])
     with pytest.raises(ProfilerMissing, match="--profiler-config"):
