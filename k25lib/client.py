@@ -1,6 +1,7 @@
 """vLLM's HTTP API as the workbook needs it: readiness, identity, metrics, the profiler's two calls."""
 
 import json
+import math
 import os
 import re
 from urllib.parse import urlsplit
@@ -8,6 +9,8 @@ from urllib.parse import urlsplit
 import requests
 
 from k25lib.errors import K25Error, UsageError
+
+_HERE = re.compile(r"(.+\.)?localhost|127(\.\d+){1,3}|0\.0\.0\.0|::1?")
 
 
 class ServerDown(K25Error):
@@ -55,6 +58,14 @@ def normalise_url(url):
     return re.sub(r"/*(/v1(/(chat/)?completions|/models)?)?/*$", "", url)
 
 
+def key_of_environment():
+    """The API key in K25_API_KEY, None if there is none. Raises UsageError for one that no HTTP header can hold."""
+    key = os.environ.get("K25_API_KEY", "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise UsageError("K25_API_KEY holds characters that no HTTP header can: set it again")
+    return key or None
+
+
 class Client:
     """One server. Every method raises a one-line K25Error; the API key comes from K25_API_KEY unless given."""
 
@@ -62,11 +73,12 @@ class Client:
         self.url = normalise_url(url)
         self.timeout_s = timeout_s
         self.session = requests.Session()
-        self.session.trust_env = urlsplit(self.url).hostname not in ("127.0.0.1", "localhost", "::1")  # no proxy to us
+        self.session.trust_env = not _HERE.fullmatch(urlsplit(self.url).hostname)  # no proxy to this machine
         self.session.verify = os.environ.get("SSL_CERT_FILE") or True
-        key = api_key or os.environ.get("K25_API_KEY")
+        key = api_key or key_of_environment()
         if key:
             self.session.headers["Authorization"] = f"Bearer {key}"
+            self.session.auth = lambda request: request  # neither a login in the URL nor one of ~/.netrc replaces it
 
     def _call(self, method, path, timeout_s=None, **more):
         try:
@@ -77,6 +89,11 @@ class Client:
             raise NotReady(
                 f"{self.shown_url}{path} did not answer within {timeout_s or self.timeout_s:g} s: "
                 "is the server stuck or busy?"
+            ) from None
+        except requests.exceptions.ProxyError:
+            raise ServerDown(
+                f"the proxy of this environment does not reach {self.shown_url}: "
+                f"set NO_PROXY={urlsplit(self.url).hostname} to go without it, as the load does"
             ) from None
         except requests.exceptions.SSLError as error:
             raise ServerDown(f"{self.shown_url}: {tls_reason(error)}") from None
@@ -125,7 +142,8 @@ class Client:
         """The served models: a list of dicts with at least `id` (and `max_model_len` where the server tells)."""
         body = self._json("/v1/models")
         models = body.get("data") if isinstance(body, dict) else None
-        if not isinstance(models, list) or not all(isinstance(m, dict) and "id" in m for m in models):
+        whole = isinstance(models, list) and all(isinstance(m, dict) and isinstance(m.get("id"), str) for m in models)
+        if not whole:
             raise NotVllm(f"{self.shown_url} answers, but /v1/models is not a list of models: is this the right port?")
         return models
 
@@ -147,7 +165,7 @@ class Client:
         try:
             answer.raise_for_status()
             return answer.json()["choices"][0].get("text", "")
-        except (requests.exceptions.HTTPError, ValueError, KeyError, IndexError, AttributeError):
+        except (requests.exceptions.HTTPError, ValueError, LookupError, AttributeError, TypeError):
             raise NotReady(
                 f"{self.shown_url} can't make a token (status {answer.status_code}): {_short(answer.text)}"
             ) from None
@@ -172,8 +190,9 @@ class Client:
         try:
             for family in text_string_to_metric_families(answer.text):
                 for sample in family.samples:
-                    samples.setdefault(sample.name, []).append((sample.labels, sample.value))
-        except ValueError:
+                    if math.isfinite(sample.value):  # NaN is Prometheus' word for nothing known
+                        samples.setdefault(sample.name, []).append((sample.labels, sample.value))
+        except (ValueError, LookupError, TypeError):
             return {}  # not Prometheus text: this server has no metrics
         return samples
 

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from k25lib.errors import K25Error, UsageError
+from k25lib.file import whole, write_text
 from k25lib.redaction import redact_tree
 
 PROJECT = Path(__file__).resolve().parents[1]
@@ -72,17 +73,23 @@ class Run:
         return [cls(p.parent) for p in sorted(root.glob("*/manifest.json"))]
 
     @classmethod
-    def find(cls, text, root=None):
-        """The run that `text` names: a path, a directory name below the root, or `newest`."""
+    def find(cls, text, root=None, kind=None):
+        """The run that `text` names: a path, a directory name below the root, or `newest` (of this `kind`, if given).
+
+        Raises UsageError where there is none, or it is of another kind.
+        """
         root = Path(root or runs_root())
         if text == "newest":
-            runs = cls.all(root)
+            runs = [run for run in cls.all(root) if run.is_readable() and kind in (None, run.kind)]
             if not runs:
-                raise UsageError(f"there is no run in {root} yet: `k25 run` makes one")
+                raise UsageError(f"there is no {kind or 'run'} in {root} yet: `k25 run` makes one")
             return runs[-1]
         for path in (Path(text), root / text):
             if (path / "manifest.json").is_file():
-                return cls(path)
+                run = cls(path)
+                if kind and run.manifest.get("kind") != kind:
+                    raise UsageError(f"{path.name} is no {kind}: it is of the kind {run.kind!r}")
+                return run
         known = ", ".join(r.path.name for r in cls.all(root)[-5:]) or "none yet"
         raise UsageError(f"no run {text!r}: the newest runs are {known} (in {root})")
 
@@ -92,7 +99,7 @@ class Run:
         (`reading`), and the newest interactive run, or a new one, for one that measures."""
         if text:
             return cls.find(text, root)
-        runs = cls.all(root)
+        runs = [run for run in cls.all(root) if run.is_readable()]
         if not reading:
             runs = [r for r in runs if r.kind == "interactive"]
         return runs[-1] if runs else cls.create("interactive", root, kind="interactive")
@@ -109,9 +116,16 @@ class Run:
             raise K25Error(f"{file} is no run's manifest ({why}): restore it, or move the run away")
         return manifest
 
+    def is_readable(self):
+        """Whether the manifest can be read: a damaged run is no reason to leave the others alone."""
+        try:
+            return bool(self.manifest)
+        except K25Error:
+            return False
+
     @property
     def kind(self):
-        """`interactive` for a notebook's run, else empty; also where the manifest is damaged."""
+        """`interactive` for a notebook's run, `campaign` for `k25 run`'s; empty where the manifest is damaged."""
         try:
             return self.manifest.get("kind") or ""
         except K25Error:
@@ -141,9 +155,8 @@ class Run:
     def save(self, table, rows):
         """Write `<table>.parquet` from a list of dicts or a DataFrame, whole or not at all."""
         frame = rows if isinstance(rows, pd.DataFrame) else pd.DataFrame.from_records(list(rows))
-        part = self.path / f".{table}.part"
-        pq.write_table(pa.Table.from_pandas(frame, preserve_index=False), part, compression="zstd")
-        part.replace(self.path / f"{table}.parquet")
+        with whole(self.path / f"{table}.parquet") as part:
+            pq.write_table(pa.Table.from_pandas(frame, preserve_index=False), part, compression="zstd")
 
     def table(self, table):
         """The table as a DataFrame; empty if this run has none. Raises K25Error where the file is damaged."""
@@ -197,9 +210,7 @@ def _strange(manifest):
 
 
 def _write_json(path, value):
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(json.dumps(redact_tree(value), indent=1, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
-    part.replace(path)
+    write_text(path, json.dumps(redact_tree(value), indent=1, ensure_ascii=False, default=str) + "\n")
 
 
 def _git():

@@ -71,13 +71,16 @@ def load_settings(path, overrides=()):
         tree = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UsageError(f"no campaign file {path}: give one with --campaign") from None
+    except OSError as error:
+        raise UsageError(f"cannot read the campaign file {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} is not valid TOML: {error}") from None
     for text in overrides:
         table, key, value = _override(text)
-        tree.setdefault(table, {})[key] = value
-        if isinstance(tree.get("embedded"), dict):  # what the user says by hand wins over the embedded values too
-            tree["embedded"].get(table, {}).pop(key, None)
+        _table(tree.setdefault(table, {}), table)[key] = value
+        embedded = _table(tree.get("embedded", {}), "embedded").get(table)
+        if isinstance(embedded, dict):  # what the user says by hand wins over the embedded values too
+            embedded.pop(key, None)
     return from_tree(tree)
 
 
@@ -90,9 +93,13 @@ def from_tree(tree):
     made = {name: _record(kind, tree.get(name, {}), name) for name, kind in tables.items()}
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", made["campaign"].name):
         raise UsageError("campaign.name names files: letters, digits, dots, dashes and underscores only")
+    if made["campaign"].cell_timeout_s < 1 or min(made["server"].tp, made["server"].busy_wait_s) < 0:
+        raise UsageError("campaign.cell_timeout_s is at least 1; server.tp and server.busy_wait_s are not negative")
     notebooks = {name: _table(tree.get(name, {}), name) for name in NOTEBOOKS}
     control = _table(tree.get("control", {}), "control")
     embedded = {n: _table(v, f"embedded.{n}") for n, v in embedded.items()}
+    if any("run" in table for table in (*notebooks.values(), *embedded.values())):
+        raise UsageError("a notebook's parameter run is not to be set: a campaign gives all of them its own run")
     settings = Settings(**made, control=control, notebooks=notebooks, embedded=embedded)
     if settings.profiler not in ("torch", "nsys"):
         raise UsageError(f"capture.profiler is torch or nsys, not {settings.profiler!r}")

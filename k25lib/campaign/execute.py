@@ -9,7 +9,7 @@ import papermill as pm
 from nbclient.exceptions import CellTimeoutError, DeadKernelError
 from papermill.engines import NBClientEngine, papermill_engines
 
-from k25lib.errors import K25Error
+from k25lib.errors import K25Error, UsageError
 from k25lib.settings import check_parameters
 
 ENGINE = "k25"
@@ -20,8 +20,14 @@ class NotebookFailed(K25Error):
 
 
 def declared_parameters(notebook):
-    """A notebook's parameters: name -> type name as papermill infers it. Raises K25Error if there is no such cell."""
-    declared = pm.inspect_notebook(str(notebook))
+    """A notebook's parameters: name -> type name as papermill infers it.
+
+    Raises UsageError for a file that is no notebook, K25Error if it has no such cell.
+    """
+    try:
+        declared = pm.inspect_notebook(str(notebook))
+    except Exception as error:  # of nbformat, of JSON, of papermill: whatever the file holds
+        raise UsageError(f"{notebook} can't be read as a notebook: {' '.join(str(error).split())[:150]}") from None
     if not declared:
         raise K25Error(f"{notebook} has no cell tagged 'parameters', or an empty one")
     return {name: parameter["inferred_type_name"] for name, parameter in declared.items()}

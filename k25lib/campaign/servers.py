@@ -280,18 +280,27 @@ def _starts():
     return cache_dir(PROJECT) / "starts.json"
 
 
-@contextmanager
 def alone(url):
     """One campaign at a time on one server (`url`; "" is the embedded one): a second waits, and says so."""
     shown = Client(url).shown_url.replace("localhost", "127.0.0.1") if url else "embedded"
     folder = runs_root() / ".locks"
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / f"{re.sub(r'[^A-Za-z0-9.]+', '-', shown)}.lock").open("a+") as lock:
+    return _locked(folder / f"{re.sub(r'[^A-Za-z0-9.]+', '-', shown)}.lock", "measures it")
+
+
+def alone_in(run):
+    """One campaign at a time in one run: a second waits, and says so."""
+    return _locked(run.path / ".campaign.lock", f"works on {run.path.name}")
+
+
+@contextmanager
+def _locked(path, what):
+    with path.open("a+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             lock.seek(0)
-            say(f"another campaign measures it ({lock.read().strip()}): waiting for its end; Ctrl-C leaves it alone")
+            say(f"another campaign {what} ({lock.read().strip()}): waiting for its end; Ctrl-C leaves it alone")
             fcntl.flock(lock, fcntl.LOCK_EX)
         lock.truncate(0)
         lock.write(f"process {os.getpid()}")

@@ -5,9 +5,14 @@ they run: `k25 breakdown` must not pay for pandas.
 """
 
 import argparse
+import errno
 import importlib
 import json
+import os
+import signal
 import sys
+import threading
+from contextlib import contextmanager
 
 from k25lib.errors import K25Error, UsageError
 
@@ -30,21 +35,80 @@ def parser():
 
 def print_json(value):
     """Print one JSON object on stdout; NaN and infinity are bugs, not output."""
-    json.dump(value, sys.stdout, allow_nan=False)
-    sys.stdout.write("\n")
+    text = json.dumps(value, allow_nan=False)  # whole before the first byte
+    with _held():
+        print(text, flush=True)
 
 
 def main(argv=None):
-    """Run one command. Returns 0, 1 (could not), 2 (usage), 3 (`compare`: worse beyond --fail-over)."""
+    """Run one command. Returns 0, 1 (could not), 2 (usage), 3 (`compare`: worse beyond --fail-over), 128 + the number
+    of the signal that ended it (130 for Ctrl-C)."""
+    sent = []
     try:
-        args = parser().parse_args(argv)
-        return args.run(args) or 0
+        with _signals_as_interrupt(sent):
+            args = parser().parse_args(argv)
+            code = args.run(args) or 0
+            sys.stdout.flush()  # a full disk or a reader that has gone shows here, not at the interpreter's end
     except K25Error as error:
         print(f"k25: {error}", file=sys.stderr)
-        return error.exit_code
+        code = error.exit_code
     except KeyboardInterrupt:
         print("k25: interrupted; what was measured so far is kept", file=sys.stderr)
-        return 130
+        code = 130
     except BrokenPipeError:
-        sys.stderr.close()  # the reader (head, less) has gone: nothing is wrong
-        return 0
+        code = 0  # the reader (head, less) has gone: nothing is wrong
+    except OSError as error:
+        print(f"k25: {_told(error)}", file=sys.stderr)
+        code = 1
+    try:
+        sys.stdout.flush()
+    except OSError:  # what could not be written is dropped, or the interpreter would try again at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    return 128 + sent[0] if sent and code == 130 else code
+
+
+def _told(error):
+    """A file or folder that can't be read or written, as one line that says what to do."""
+    place = f" ({error.filename})" if error.filename else ""
+    hint = {
+        errno.ENOSPC: ": make room, or set K25_RUNS and K25_REPORTS to folders elsewhere",
+        errno.EACCES: ": set K25_RUNS and K25_REPORTS to folders of yours",
+        errno.EROFS: ": set K25_RUNS and K25_REPORTS to folders that can be written",
+    }.get(error.errno, "")
+    return f"{error.strerror or error}{place}{hint}"
+
+
+@contextmanager
+def _signals_as_interrupt(sent):
+    """SIGTERM and SIGHUP are Ctrl-C to a command: what was measured is kept and printed. `sent` gets their number."""
+
+    def interrupt(number, _):
+        sent.append(number)
+        raise KeyboardInterrupt
+
+    with _handled((signal.SIGTERM, signal.SIGHUP), interrupt):
+        yield
+
+
+@contextmanager
+def _held():
+    """Signals that end the process wait: half a JSON object is none."""
+    kept = []
+    with _handled((signal.SIGTERM, signal.SIGHUP, signal.SIGINT), lambda number, _: kept.append(number)):
+        yield
+    for number in kept[:1]:
+        signal.raise_signal(number)
+
+
+@contextmanager
+def _handled(numbers, handler):
+    """Another handler of these signals within the block, but for those that are ignored (as nohup does)."""
+    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
+        yield
+        return
+    old = {n: signal.signal(n, handler) for n in numbers if signal.getsignal(n) != signal.SIG_IGN}
+    try:
+        yield
+    finally:
+        for number, before in old.items():
+            signal.signal(number, before)

@@ -1,5 +1,6 @@
 """Commands: the campaign (`run`) and its report (`report`)."""
 
+import math
 import sys
 
 from k25lib.errors import UsageError
@@ -25,23 +26,26 @@ def add(commands):
 
 def run_campaign(args):
     """Run or resume a campaign; exit 1 if a phase failed."""
-    from k25lib.campaign.plan import chosen_phases, default_phases, left
+    from k25lib.campaign.plan import chosen_phases, default_phases
     from k25lib.campaign.runner import Runner, new_run, settings_of
-    from k25lib.campaign.servers import External, alone
+    from k25lib.campaign.servers import External, alone, alone_in
     from k25lib.run import PROJECT, Run
     from k25lib.settings import load_settings, with_server
 
     phases = default_phases()
-    chosen = chosen_phases(phases, args.only)
-    if args.resume:
+    chosen_phases(phases, args.only)
+    if args.wait is not None and not 0 < args.wait < math.inf:
+        raise UsageError(f"--wait takes a positive number of seconds, not {args.wait:g}")
+    run = None
+    if args.resume is not None:
         if args.set or args.campaign:
             raise UsageError("a resumed run keeps its settings: --set and --campaign go with a new run")
-        run = Run.find(args.resume)
+        run = Run.find(args.resume, kind="campaign")
         settings = settings_of(run)
-        chosen = chosen if args.only else left(phases, run.manifest.get("phases", {}))
     else:
-        run = None
         settings = load_settings(args.campaign or PROJECT / "campaign.toml", args.set)
+    if args.url == "":
+        raise UsageError("--url is empty: give the server's URL, or leave --url out for the embedded server")
     if args.url:
         settings = with_server(settings, url=args.url)
     if args.allow_restart and not settings.server.url:
@@ -50,18 +54,26 @@ def run_campaign(args):
     runner = Runner(run, phases, settings, None, embedded)
     runner.check()
     if args.dry_run:
-        return _say_plan(chosen, settings, args)
+        return _say_plan(_chosen(run, phases, args.only), settings, args)
     with alone(settings.server.url):
         if args.wait and not embedded:
             External(settings.server).wait(args.wait, settings.control)
         runner.server = _server(settings, args)
         runner.run = run = run or new_run(settings, ["k25", *sys.argv[1:]])
         print(f"run: {run.path}", file=sys.stderr)
-        failed = runner.go(chosen)
+        with alone_in(run):
+            failed = runner.go(_chosen(run, phases, args.only))  # what another has done meanwhile is done
     wrong = [run.manifest.get(name) for name in ("server_error", "report_error")]
     if not wrong[1]:
         print(run.report_dir / "index.html")
     return 1 if failed or any(wrong) else 0
+
+
+def _chosen(run, phases, only):
+    """The phases to run: those that `only` names, else of a resumed run what is left, of a new one all."""
+    from k25lib.campaign.plan import chosen_phases, left
+
+    return left(phases, run.manifest.get("phases", {})) if run and not only else chosen_phases(phases, only)
 
 
 def _server(settings, args):

@@ -53,7 +53,7 @@ def run_load(args):
         max_seconds=args.max_seconds,
         seed=args.seed,
         slo=args.slo,
-        rate=_numbers(args.rate, float, "--rate") if args.rate else None,
+        rate=_numbers(args.rate, float, "--rate") if args.rate is not None else None,
         api=args.api,
         repeats=args.repeats,
         warmup=not args.no_warmup,

@@ -1,10 +1,13 @@
 """Commands `gemm` and `collectives`: the model's GEMMs and collectives, timed alone, as a table or JSON."""
 
+import argparse
 import shlex
 import sys
 
 from k25lib.cli import print_json
 from k25lib.errors import UsageError
+
+MOST = 1e6  # s, and GB
 
 
 def add(commands):
@@ -14,7 +17,7 @@ def add(commands):
     gemm.add_argument("--tp", type=int, default=8, help="tensor parallel size that shapes are cut for (default 8)")
     gemm.add_argument("--state", default="cold,warm", help="cold, warm or both (default)")
     gemm.add_argument("--only", default="", metavar="NAMES", help="only GEMMs whose name holds one of these words")
-    gemm.add_argument("--max-gb", type=float, default=0, help="memory for weights, GB (half a GPU, 1 on a CPU)")
+    gemm.add_argument("--max-gb", type=_positive, help="memory for weights, GB (half a GPU, 1 on a CPU)")
     gemm.set_defaults(run=_gemm)
     collectives = commands.add_parser("collectives", help="time the collectives of a decode step")
     _common(collectives, "1,4,16,64,256", 900)
@@ -29,22 +32,28 @@ def _common(command, batches, timeout_s):
     command.add_argument("--batch", default=batches, help=f"tokens a step, comma-separated (default {batches})")
     command.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     command.add_argument("--python", default="", help='interpreter or prefix, such as "docker exec vllm python3"')
-    command.add_argument("--seconds", type=float, default=0.2, help="time per row, s (default 0.2)")
-    command.add_argument("--timeout", type=float, default=timeout_s, help=f"for all rows, s (default {timeout_s})")
-    command.add_argument("--row-timeout", type=float, default=0, help="for one row, s (default 180; collectives 60)")
+    command.add_argument("--seconds", type=_positive, default=0.2, help="time per row, s (default 0.2)")
+    command.add_argument("--timeout", type=_positive, default=timeout_s, help=f"for all rows, s (default {timeout_s})")
+    command.add_argument("--row-timeout", type=_positive, help="for one row, s (default 180; collectives 60)")
     command.add_argument("--json", action="store_true", help="one JSON object on stdout")
+
+
+def _positive(text):
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= MOST:
+        raise argparse.ArgumentTypeError(f"{text} is no positive number (at most {MOST:.0e})")
+    return value
 
 
 def _gemm(args):
     from k25lib.micro.launch import run_gemm
     from k25lib.micro.plan import gemm_tasks
 
-    states = tuple(word.strip() for word in args.state.split(",") if word.strip())
-    if not states or set(states) - {"cold", "warm"}:
-        raise UsageError(f"--state takes cold, warm or cold,warm, not {args.state!r}")
+    states = [word.strip() for word in args.state.split(",") if word.strip()]
     tasks = gemm_tasks(_model(args), args.tp, _batches(args.batch), states, args.only)
-    if not tasks:
-        raise UsageError(f"--only {args.only}: no GEMM of this model has such a name")
     settings = _settings(args, tasks)
     if args.max_gb:
         settings["max_bytes"] = args.max_gb * 1e9
@@ -57,9 +66,13 @@ def _collectives(args):
 
     if args.world < 1:
         raise UsageError(f"--world must be at least 1, not {args.world}")
-    device = probe(args.python) if args.device == "auto" else args.device
+    try:
+        options = shlex.split(args.torchrun)
+    except ValueError as error:
+        raise UsageError(f"--torchrun {args.torchrun!r}: {error}") from None
+    device = probe(args.python, world=args.world) if args.device == "auto" else args.device
     tasks = collective_tasks(_model(args), args.world, _batches(args.batch), device == "cuda", not args.no_variants)
-    settings = _settings(args, tasks) | {"device": device, "torchrun": shlex.split(args.torchrun)}
+    settings = _settings(args, tasks) | {"device": device, "torchrun": options}
     return _run(
         args, "collectives", lambda on_row: run_collectives(settings, args.python, args.world, args.timeout, on_row)
     )
@@ -72,14 +85,21 @@ def _run(args, schema, measure):
         rows.append(row)
         print(f"{len(rows)} {_line(row)}", file=sys.stderr, flush=True)
 
-    try:
-        rows = measure(on_row)
-    finally:  # Ctrl-C keeps what was measured
+    def show(rows):
         if args.json:
             print_json({"schema": f"k25.{schema}/1", "rows": [nested(row) for row in rows]})
         else:
             for row in rows:
                 print(_line(row))
+
+    try:
+        rows = measure(on_row)
+    except UsageError:
+        raise
+    except BaseException:  # Ctrl-C keeps what was measured
+        show(rows)
+        raise
+    show(rows)
     return 0 if any(row["status"] == "ok" for row in rows) else 1
 
 
@@ -123,9 +143,6 @@ def _model(args):
 
 def _batches(text):
     try:
-        batches = [int(word) for word in text.split(",")]
+        return [int(word) for word in text.split(",")]
     except ValueError:
-        batches = []
-    if not batches or min(batches) < 1:
-        raise UsageError(f"--batch takes whole numbers from 1, comma-separated, not {text!r}")
-    return batches
+        raise UsageError(f"--batch takes whole numbers from 1, comma-separated, not {text!r}") from None

@@ -45,13 +45,14 @@ class Framing:
 
     def __init__(self):
         self.parser = httptools.HttpResponseParser(self)
-        self.chunked = self.sized = self.lazy = self.complete = self.started = self.keep_alive = False
+        self.chunked = self.sized = self.lazy = self.complete = self.started = self.keep_alive = self.encoded = False
         self.fed = 0  # pieces
 
     def on_header(self, name, value):
         name = name.lower()
         self.chunked |= name == b"transfer-encoding" and b"chunked" in value.lower()
         self.sized |= name == b"content-length"
+        self.encoded |= name == b"content-encoding" and value.lower() != b"identity"
 
     def on_headers_complete(self):
         self.started, self.lazy = True, self.chunked
@@ -68,7 +69,12 @@ class Framing:
         """Feed the pieces not fed before; True when the response is complete."""
         data = b"".join(piece[2] for piece in pieces[self.fed :])
         self.fed = len(pieces)
-        self.parser.feed_data(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError:
+            if not self.complete:
+                raise
+            self.keep_alive = False  # what follows a whole response is no HTTP
         return self.complete
 
 

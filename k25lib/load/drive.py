@@ -1,5 +1,6 @@
 """Start the load worker, feed it a plan, and bring home what it recorded, also after Ctrl-C."""
 
+import contextlib
 import os
 import pickle
 import queue
@@ -14,6 +15,7 @@ from k25lib.client import tls_reason
 from k25lib.errors import K25Error, UsageError
 
 SPARE_DESCRIPTORS = 64
+LONGEST_S = 1e9  # more is for ever, and no number of ns that fits
 PACKAGE_ROOT = str(Path(__file__).parents[2])
 
 
@@ -21,8 +23,9 @@ def resolve(target):
     """The socket address of the target (the tuple of getaddrinfo that accepts a connection)."""
     try:
         addresses = socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise K25Error(f"cannot resolve {target.host}: {error.strerror}; check the URL") from error
+    except (OSError, UnicodeError) as error:  # a label of no or too many characters is a UnicodeError
+        reason = getattr(error, "strerror", None) or "no name of a host"
+        raise K25Error(f"cannot resolve {target.host}: {reason}; check the URL") from error
     for address in addresses:
         try:
             with socket.socket(*address[:3]) as sock:
@@ -80,7 +83,7 @@ class Driver:
             "max_connections": max(concurrency, min(check_descriptors(concurrency), 4096) - SPARE_DESCRIPTORS),
             "warmup": warmup,
             "due_ns": due_ns,
-            "max_ns": int(max_seconds * 1e9) if max_seconds else None,
+            "max_ns": max(1, int(min(max_seconds, LONGEST_S) * 1e9)) if max_seconds else None,
             "connect_timeout_s": 10,
             "parent": os.getpid(),
             **self.timeouts,
@@ -89,7 +92,7 @@ class Driver:
         frames = queue.SimpleQueue()
         threading.Thread(target=_read_frames, args=(process.stdout, frames), daemon=True).start()
         try:
-            with process.stdin:
+            with contextlib.suppress(BrokenPipeError), process.stdin:  # it died at once: there will be no result
                 pickle.dump(plan, process.stdin, protocol=5)
             while True:
                 try:
@@ -105,6 +108,8 @@ class Driver:
                 if kind == "result":
                     return value
                 if kind == "error":
+                    if self.interrupted:  # it had not begun
+                        raise KeyboardInterrupt
                     value = tls_reason(value) if "SSL" in value or "TLS" in value else value
                     raise K25Error(f"cannot load {self.target.shown}: {value}")
         finally:

@@ -25,7 +25,7 @@ def level(runs, concurrency, rate, slo, gpus, honest_concurrency):
     found |= {"rate": rate, "requests": len(measured), "failed": sum(failures.values()), "errors": dict(failures)}
     found |= {"first_error": next((r.row["error"] for r in measured if not r.ok and not r.unfinished), None)}
     found |= {"warmup_requests": len(every) - len(measured), "repeats": len(runs)}
-    found |= {"warmup_failed": sum(not request.ok for request in every if request.phase == "warmup")}
+    found |= {"warmup_failed": sum(r.phase == "warmup" and not r.ok and not r.unfinished for r in every)}
     found |= {"unfinished": sum(request.unfinished for request in measured)}
     found |= {"not_sent": sum(result["not_sent"] for _, result, _ in runs)}
     for name in ("steady_s", "ramp_s", "drain_s"):
@@ -37,6 +37,8 @@ def level(runs, concurrency, rate, slo, gpus, honest_concurrency):
     found |= latencies(measured)
     found["goodput_unit"] = "requests/s within the SLO" if slo else None
     sources = {request.row["tokens_from"] for request in measured if request.ok}
+    several = [request for request in measured if request.ok and request.row["output_tokens"] > 1]
+    found["came_whole"] = sum(bool(request.times_ns[0] == request.times_ns[-1]) for request in several)
     found["tokens_from"] = "usage" if sources <= {"usage"} else "chunks"
     tpot = found["tpot_ms"] and found["tpot_ms"]["mean"]
     found["tok_s_per_user"] = rounded(1e3 / tpot) if tpot else None
@@ -57,6 +59,10 @@ def remarks(found):
     if found["errors"]:
         said.append(", ".join(f"{kind}: {number}" for kind, number in found["errors"].items()))
         said[0] += f" (the first: {found['first_error']})"
+    if found["warmup_failed"]:
+        said.append(f"failed in the warm-up: {found['warmup_failed']}")
+    if found["came_whole"]:
+        said.append(f"{found['came_whole']} answers came at one moment (a proxy's buffer?): no TTFT or TPOT of theirs")
     if found["void"]:
         said.append(f"void: {found['prefix_hit_rate']:.1%} prefix hits")
     if found["client"]["limited"]:

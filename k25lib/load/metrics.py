@@ -5,6 +5,8 @@ TPOT is (last token - first token) / (output tokens - 1); ITL is per token: a ch
 intervals of g / k; E2E is to the last token.
 """
 
+import math
+
 import numpy as np
 
 from k25lib.errors import UsageError
@@ -190,9 +192,9 @@ def parse_slo(slo):
     try:
         pairs = slo.items() if isinstance(slo, dict) else [part.split("=") for part in slo.split(",")]
         limits = {name.strip(): float(limit) for name, limit in pairs}
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, TypeError):
         limits = {"": 0}
-    if not set(limits) <= {"ttft", "tpot", "e2e"} or not all(limit > 0 for limit in limits.values()):
+    if not set(limits) <= {"ttft", "tpot", "e2e"} or not all(0 < limit < math.inf for limit in limits.values()):
         raise UsageError(f'an SLO is limits in ms such as "ttft=500,tpot=30" (ttft, tpot, e2e), not {slo!r}')
     return limits
 

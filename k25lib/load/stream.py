@@ -14,6 +14,7 @@ import msgspec
 from k25lib.redaction import redact
 
 _LINE_END = re.compile(rb"\r\n|\n|\r")
+_GZIP_OR_ZLIB = zlib.MAX_WBITS | 32
 _decode = msgspec.json.Decoder().decode
 
 
@@ -25,7 +26,7 @@ class Response:
 
     def __init__(self, pieces):
         self.status, self.body, self.error, self.location, self._inflate = None, [], None, None, None
-        self._parser = httptools.HttpResponseParser(self)
+        self._parser, self._complete = httptools.HttpResponseParser(self), False
         for self._time_ns, _, data in pieces:
             try:
                 self._parser.feed_data(data)
@@ -33,7 +34,7 @@ class Response:
                 self.error = f"cannot decompress the response ({error.__context__})"
                 break
             except httptools.HttpParserError as error:
-                self.error = str(error)
+                self.error = None if self._complete else str(error)
                 break
 
     def on_header(self, name, value):
@@ -41,13 +42,23 @@ class Response:
         if name == b"location":
             self.location = value.decode("latin-1")
         elif name == b"content-encoding" and value.lower() != b"identity":
-            self._inflate = zlib.decompressobj(zlib.MAX_WBITS | 32)  # gzip and zlib
+            self._inflate = zlib.decompressobj(_GZIP_OR_ZLIB)
 
     def on_headers_complete(self):
         self.status = self._parser.get_status_code()
 
+    def on_message_complete(self):
+        self._complete = self.status >= 200
+
     def on_body(self, data):
-        self.body.append((self._time_ns, self._inflate.decompress(data) if self._inflate else data))
+        self.body.append((self._time_ns, self._decompressed(data) if self._inflate else data))
+
+    def _decompressed(self, data):
+        plain = self._inflate.decompress(data)
+        while self._inflate.eof and (data := self._inflate.unused_data):  # some flush by starting a further member
+            self._inflate = zlib.decompressobj(_GZIP_OR_ZLIB)
+            plain += self._inflate.decompress(data)
+        return plain
 
     def text(self):
         """The whole body as text."""
@@ -110,8 +121,14 @@ def _plain(text):
 def _json(text):
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
+
+
+def _count_of(usage, name):
+    """A number of tokens in a usage object; None for anything else, as where the server does not tell."""
+    value = usage.get(name)
+    return value if type(value) is int and value >= 0 else None
 
 
 def _http_message(response):
@@ -126,11 +143,13 @@ def _http_message(response):
 
 def _content(choice):
     """(whether the choice carries text, whether it is a role-only delta, its token ids)."""
+    ids = choice.get("token_ids")
+    ids = ids if isinstance(ids, list) else None
     delta = choice.get("delta")
     if delta is None:
-        return bool(choice.get("text")), False, choice.get("token_ids")
+        return bool(choice.get("text")), False, ids
     text = any(value for name, value in delta.items() if name != "role")  # content, reasoning, tool calls, refusal ...
-    return text, "role" in delta and not text, choice.get("token_ids")
+    return text, "role" in delta and not text, ids
 
 
 class Outcome:
@@ -139,7 +158,6 @@ class Outcome:
     def __init__(self, exchange, output_tokens):
         self.kind, self.message, self.finish_reason = "ok", None, None
         self.usage, self.done, self.times_ns, self.tokens = {}, False, [], []
-        self.tokens_from = "chunks"
         response = Response(exchange["pieces"])
         self.status = response.status
         self._chunks = []  # (time_ns, "text" | "empty" | "role" | "finish", token ids, running usage, is a completion)
@@ -166,28 +184,30 @@ class Outcome:
                 continue
             try:
                 value = _decode(data)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                message = error_message(value)
+                if message is None and name == b"error":
+                    message = data.decode("utf-8", "replace")
+                if message is None:
+                    self._take(time_ns, value)
+                else:
+                    self._fail("error_in_stream", message)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 if end in ("complete", "eof") and self.kind == "ok":
                     self._fail("bad_event", f"{error}: {data[:80]!r}")
-                continue
-            message = error_message(value)
-            if message is None and name == b"error":
-                message = data.decode("utf-8", "replace")
-            if message is not None:
-                self._fail("error_in_stream", message)
-            elif isinstance(value, dict):
-                self._take(time_ns, value)
+            except (AttributeError, TypeError):
+                self._fail("bad_event", f"JSON of another shape than the API's: {data[:80]!r}")
 
     def _take(self, time_ns, value):
         usage = value.get("usage")
-        if isinstance(usage, dict):
-            self.usage = usage
+        usage = usage if isinstance(usage, dict) else {}
+        running = _count_of(usage, "completion_tokens")
+        if usage:
+            self.usage = {name: _count_of(usage, name) for name in ("prompt_tokens", "completion_tokens")}
         for choice in value.get("choices") or ():
             text, role_only, token_ids = _content(choice)
             finish = choice.get("finish_reason")
-            self.finish_reason = finish or self.finish_reason
+            self.finish_reason = str(finish) if finish else self.finish_reason
             what = "text" if text else "role" if role_only else "finish" if finish else "empty"
-            running = usage.get("completion_tokens") if isinstance(usage, dict) else None
             self._chunks.append((time_ns, what, token_ids, running, "text" in choice))
 
     def _count(self):
@@ -198,13 +218,10 @@ class Outcome:
         number of chunks is spread evenly over them.
         """
         chunks, total = self._chunks, self.usage.get("completion_tokens")
-        if isinstance(total, int):
-            self.tokens_from = "usage"
-        else:
-            total = None
+        self.tokens_from = "chunks" if total is None else "usage"
         if any(ids for _, _, ids, *_ in chunks):
             counts = [len(ids or ()) for _, _, ids, *_ in chunks]
-        elif len(chunks) > 1 and all(isinstance(running, int) for _, _, _, running, _ in chunks):
+        elif len(chunks) > 1 and all(running is not None for _, _, _, running, _ in chunks):
             counts, before = [], 0
             for _, what, _, running, _ in chunks:
                 counts.append(0 if what == "role" else max(0, running - before))
@@ -237,6 +254,12 @@ class Outcome:
             return self._fail("no_tokens", f"a response without a token: {_plain(response.text()) or 'empty body'}")
         if self.tokens_from == "usage" and self.output_tokens != output_tokens:
             reason = f"asked for {output_tokens} tokens, got {self.output_tokens} (finish_reason {self.finish_reason})"
+            return self._fail("wrong_length", reason)
+        arrived = sum(chunk[1] != "role" for chunk in self._chunks)
+        if self.tokens_from == "chunks" and (
+            self.output_tokens > output_tokens or (self.finish_reason == "stop" and arrived < output_tokens)
+        ):
+            reason = f"asked for {output_tokens} tokens, got {arrived} chunks (finish_reason {self.finish_reason})"
             return self._fail("wrong_length", reason)
         ended = self.done or self.finish_reason or self.tokens_from == "usage"
         if not ended and self.output_tokens < output_tokens:

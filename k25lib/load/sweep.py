@@ -1,11 +1,10 @@
 """Load a server at one concurrency after the other (or at given rates) and say what it did: `sweep`, and `send`."""
 
 import math
-import os
 import random
 import time
 
-from k25lib.client import Client
+from k25lib.client import Client, key_of_environment
 from k25lib.errors import K25Error, UsageError
 from k25lib.load.counters import Counters
 from k25lib.load.drive import Driver, check_descriptors
@@ -18,6 +17,7 @@ from k25lib.load.selftest import selftest as test_the_client
 METHOD_VERSION = 3  # goes up when a number would change
 OPEN_LOOP_SECONDS = 30.0
 MOST_REQUESTS = 200_000  # of a level: all are built before it starts
+MOST_TOKENS = 200_000_000  # of its prompts: some 6 bytes each, held twice
 
 
 class Sweep:
@@ -73,7 +73,7 @@ def send(
     """
     seed = more.pop("seed", None)
     _whole("requests, concurrency and tokens", (requests, concurrency, input_tokens, output_tokens))
-    target = Target(url, model, api, api_key or os.environ.get("K25_API_KEY"))
+    target = Target(url, model, api, api_key or key_of_environment())
     prompts = Prompts(random.randrange(2**32) if seed is None else seed, input_tokens, api)
     driver = Driver(target, **more)
     plan = [target.request(prompts.make("send", index), output_tokens, f"send-{index}") for index in range(requests)]
@@ -83,7 +83,17 @@ def send(
         raise KeyboardInterrupt
     if not any(row["ok"] for row in rows):
         raise K25Error(_all_failed(rows, target))
+    if lost := _lost(result, target):
+        raise K25Error(lost)
     return rows
+
+
+def _lost(result, target):
+    """That the server went away, and what that cost; None if it did not."""
+    if not result["lost"]:
+        return None
+    cost = f"; {result['not_sent']} requests were not sent" if result["not_sent"] else ""
+    return f"{target.shown} takes no more connections: {result['lost']}{cost}"
 
 
 def _read(result, output_tokens, name, warmup, phase="measured"):
@@ -98,6 +108,8 @@ def _read(result, output_tokens, name, warmup, phase="measured"):
 def _all_failed(rows, target):
     first = next((row for row in rows if not row["ok"]), None)
     cause = f"{first['kind']}: {first['error']}" if first else "none was sent"
+    if first and first["kind"] in ("http_401", "http_403"):
+        cause += "; set K25_API_KEY to the server's key"
     return f"all {len(rows)} requests to {target.shown} failed; the first: {cause}"
 
 
@@ -214,23 +226,30 @@ def sweep(
     levels = sorted(set(_whole("concurrency", concurrency)))
     _whole("tokens, requests per slot and repeats", (input_tokens, output_tokens, requests_per_slot, repeats))
     rates = [] if rate is None else [rate] if isinstance(rate, (int, float)) else list(rate)
-    if not all(isinstance(each, (int, float)) and 0 < each < math.inf for each in rates):
+    if not all(type(each) in (int, float) and 0 < each < math.inf for each in rates):
         raise UsageError(f"a rate is a positive number of requests a second, not {rate!r}")
+    rates = sorted(set(rates))
     if not rates and not levels:
         raise UsageError("give at least one concurrency")
     _whole("gpus", [] if gpus is None else [gpus])
     for value in (max_seconds, chunk_timeout_s, first_timeout_s):
         if value is not None and not 0 < value < math.inf:
             raise UsageError(f"max seconds and time-outs are positive numbers of seconds, not {value!r}")
-    most = max((each * (max_seconds or OPEN_LOOP_SECONDS) for each in rates), default=0)
-    if not rates:
-        most = levels[-1] * (requests_per_slot + 1)
+    seconds = max_seconds or OPEN_LOOP_SECONDS
+    if rates and rates[0] * seconds < 1:
+        raise UsageError(f"{rates[0]:g} requests/s make none in {seconds:g} s: give a higher rate or more seconds")
+    most = rates[-1] * seconds if rates else levels[-1] * (requests_per_slot + 1)
     if most > MOST_REQUESTS:
         raise UsageError(
-            f"{most:.0f} requests in a level are more than {MOST_REQUESTS}: give fewer requests or seconds"
+            f"{most:.6g} requests in a level are more than {MOST_REQUESTS}: give fewer requests or seconds"
+        )
+    if most * input_tokens > MOST_TOKENS:
+        raise UsageError(
+            f"{most:.6g} prompts of {input_tokens} tokens in a level are more than {MOST_TOKENS:.0e} tokens, which are "
+            "built before it starts: give fewer requests or shorter prompts"
         )
     check_descriptors(max(levels, default=1))
-    api_key = api_key or os.environ.get("K25_API_KEY")
+    api_key = api_key or key_of_environment()
     settings = {
         "input_tokens": input_tokens,
         "output_tokens": output_tokens,
@@ -283,7 +302,8 @@ def _measure(found, sweeper, wanted):
                 found.error = str(error)
                 break
             found.runs.append(({"concurrency": concurrency, "rate": rate, "repeat": repeat}, runs[-1][0]))
-            if sweeper.driver.interrupted:
+            found.error = _lost(runs[-1][1], sweeper.target)
+            if sweeper.driver.interrupted or found.error:
                 break
         if any(requests for requests, _, _ in runs):
             figures = (runs, concurrency, rate, settings["slo"], settings["gpus"], sweeper.honest_concurrency)

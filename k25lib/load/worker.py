@@ -23,11 +23,14 @@ import httptools
 
 from k25lib.load import priority
 from k25lib.load.connection import Connection, clock_offset_ns, stamp_ns
+from k25lib.load.stream import Outcome
 
 READ, WRITE = 1, 4  # EPOLLIN, EPOLLOUT; the same numbers for poll
 HAS_EPOLL = hasattr(select, "epoll")
 # From so many requests in flight the loop lets events gather, for a share of a request's time and of a token's.
 GATHER_FROM, MAX_GATHER_S, REQUEST_SHARE, TOKEN_SHARE = 32, 0.002, 0.002, 0.2
+MOST_REFUSED = 100  # connections in a row, and as many as the concurrency: the server has gone, the rest is not sent
+QUIET_NS = 250_000_000  # after so long without data a response is looked at however it ends
 STEPPED_NS = 1_000_000  # a realtime clock that moved by more was set meanwhile: its stamps are worth nothing
 OPEN_AT_ONCE = 64  # a server's queue of connections not accepted yet has a bound
 now = time.monotonic_ns
@@ -48,7 +51,8 @@ class Worker:
         self.poller = select.epoll() if HAS_EPOLL else select.poll()
         self.open, self.busy, self.records = {}, {}, []
         self.stopped = self.kernel_stamps = False
-        self.gone = self.deadline = None
+        self.gone = self.lost = self.refusal = self.deadline = None
+        self.refused = 0  # connections in a row that could not be had
         self.next_tick_ns, self.gather_s, self.connects = 0, 0.0, 0
         self.context = ssl.create_default_context() if plan["tls"] else None
 
@@ -144,16 +148,22 @@ class Worker:
             return self.close(connection) if connection.closed or data else False
         if data:
             connection.pieces.append(piece)
-            if not framing.lazy or data[-4:] == b"\r\n\r\n" or len(data) < 4:
-                try:
-                    if framing.feed(connection.pieces):
-                        self.finish(connection, "complete")
-                        if not framing.keep_alive or connection.pending:  # an early answer: the rest goes nowhere
-                            self.close(connection)
-                        return True
-                except httptools.HttpParserError as error:
-                    return self.give_up(connection, "bad_http", error)
+            if (not framing.lazy or data[-4:] == b"\r\n\r\n" or len(data) < 4) and self.is_over(connection):
+                return True
         return self.broken(connection, None) if connection.closed else False
+
+    def is_over(self, connection):
+        """Look at the response as far as it has come; True if it is over: complete, or no HTTP."""
+        framing = connection.framing
+        try:
+            if not framing.feed(connection.pieces):
+                return False
+        except httptools.HttpParserError as error:
+            return self.give_up(connection, "bad_http", error)
+        self.finish(connection, "complete")
+        if not framing.keep_alive or connection.pending:  # an early answer: the rest goes nowhere
+            self.close(connection)
+        return True
 
     def broken(self, connection, error):
         """The server closed or reset the connection. A reused one that brought nothing is tried once more."""
@@ -171,6 +181,12 @@ class Worker:
         exchange = connection.exchange
         exchange["end"], exchange["detail"], exchange["end_ns"] = end, None if detail is None else str(detail), now()
         pieces, connection.exchange = exchange["pieces"], None
+        if end == "connect":
+            self.refused, self.refusal = self.refused + 1, exchange["detail"]
+        elif end in ("complete", "eof"):
+            self.refused = 0
+        if self.refused > MOST_REFUSED + self.plan["concurrency"]:
+            self.lost = self.refusal
         connection.free_ns = exchange["end_ns"]
         if pieces:
             self.kernel_stamps = pieces[-1][0] is not None
@@ -204,6 +220,8 @@ class Worker:
             else:
                 self.hold_rate(connections, start_ns)
             end_ns, cpu_s = now(), time.process_time() - cpu_s
+        if self.refused >= self.plan["concurrency"]:  # nobody could connect at the end
+            self.lost = self.refusal
         self.kernel_stamps &= abs(clock_offset_ns() - self.offset_ns) < STEPPED_NS
         for exchange in self.records:
             exchange["pieces"] = [
@@ -218,12 +236,14 @@ class Worker:
             "stamps": "kernel" if self.kernel_stamps else "user",
             "priority": raised,
             "not_sent": len(self.queue),
+            "lost": self.lost,
             "connects": self.connects,
         }
 
     def more(self):
         """Whether a further request may be sent."""
-        return bool(self.queue) and not self.stopped and (self.deadline is None or now() < self.deadline)
+        in_time = self.deadline is None or now() < self.deadline
+        return bool(self.queue) and in_time and not self.stopped and not self.lost
 
     def hold_concurrency(self, connections):
         waiting = connections
@@ -282,6 +302,21 @@ class Worker:
             self.flush(connection, writing=True)
         return event != WRITE and self.receive(connection)
 
+    def last_sign(self, connection, at):
+        """When this exchange last brought a chunk, or was sent (ns), and how long the next may take (s).
+
+        Comments keep a connection alive, not a stream; what comes before the first token is no stream yet.
+        """
+        exchange, encoded = connection.exchange, connection.framing.encoded
+        if connection.opening:
+            return exchange["send_ns"], self.plan["connect_timeout_s"]
+        chunk = next((piece for piece in reversed(exchange["pieces"]) if encoded or b"data:" in piece[2]), None)
+        limit_s = self.plan["chunk_timeout_s"]
+        so_far = exchange | {"end": "cut"}
+        if chunk and (at - chunk[1] <= limit_s * 1e9 or Outcome(so_far, 0).times_ns):
+            return chunk[1], limit_s
+        return exchange["send_ns"], self.plan["first_timeout_s"]
+
     def tick(self):
         """Once in a quarter of a second: progress, time-outs, the end of the time given."""
         at = now()
@@ -294,11 +329,10 @@ class Worker:
             over = ("unfinished", "in flight when the time given was over")
         free = []
         for connection in list(self.busy.values()):
-            pieces = connection.exchange["pieces"]
-            streaming = pieces and (len(pieces) > 1 or pieces[0][2].partition(b"\r\n\r\n")[2])
-            last, limit = (pieces[-1][1], "chunk") if streaming else (connection.exchange["send_ns"], "first")
-            limit = "connect" if connection.opening else limit
-            limit_s = self.plan[f"{limit}_timeout_s"]
+            if connection.framing.lazy and at - connection.pieces[-1][1] > QUIET_NS and self.is_over(connection):
+                free.append(connection)  # it ended otherwise than at the end of a piece
+                continue
+            last, limit_s = self.last_sign(connection, at)
             end = over or (at - last > limit_s * 1e9 and ("timeout", f"no data for {limit_s:g} s"))
             if end and connection.opening and not over:
                 self.gone = TimeoutError(f"no connection within {limit_s:g} s")  # not as long again for each request
@@ -311,7 +345,10 @@ class Worker:
 
 def main():
     """Run the plan on stdin; every frame on stdout is a pickle."""
-    plan = pickle.load(sys.stdin.buffer)
+    try:
+        plan = pickle.load(sys.stdin.buffer)
+    except (EOFError, pickle.UnpicklingError):
+        return  # the parent was stopped before it had said what to do
 
     def emit(kind, value):
         pickle.dump((kind, value), sys.stdout.buffer, protocol=5)

@@ -9,6 +9,7 @@ Every kernel is compared with a float32 reference before it is timed.
 """
 
 import math
+import os
 import sys
 
 import torch
@@ -107,7 +108,8 @@ def main():
     if device == "cpu":
         torch.set_num_threads(settings.get("threads", 1))  # two threads on a busy machine wait for each other
     facts = device_facts(device) if settings["tasks"] else {}
-    output.event("device", kind=device, **facts)
+    places = torch.cuda.device_count() if device == "cuda" else os.cpu_count() or 1
+    output.event("device", kind=device, places=places, **facts)
     limit = settings.get("max_bytes") or (torch.cuda.mem_get_info()[0] // 2 if device == "cuda" else 2**30)
     for task in settings["tasks"]:
         output.event("start", id=task["id"])

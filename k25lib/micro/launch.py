@@ -5,11 +5,12 @@ import queue
 import signal
 import time
 
-from k25lib.errors import K25Error
+from k25lib.errors import K25Error, UsageError
 from k25lib.hardware import find
 from k25lib.micro.remote import Worker, prefix_of
 
 START_S = 180  # to import torch and vLLM, and to meet the other ranks
+FEW_RANKS, RANKS_A_CORE = 16, 2  # on CPUs: each is a process with a torch of its own, some 300 MB
 RESTARTS = 6  # after so many deaths the rest is not run
 
 
@@ -61,7 +62,7 @@ class Job:
             try:
                 event = worker.next(max(min(left, limit), 0.1))
             except queue.Empty:
-                said = f"{self.timeout_s:.0f} s for all rows" if left <= limit else f"{limit:.0f} s"
+                said = f"{self.timeout_s:g} s for all rows" if left <= limit else f"{limit:g} s"
                 yield {"event": "late", "reason": f"time-out ({said})"}
                 return
             if event is None:
@@ -80,7 +81,7 @@ class Job:
                 self._done(task, failed)
         if late or self.deaths >= RESTARTS:
             dead = self.deaths >= RESTARTS
-            why = f"{self.deaths} deaths of the worker" if dead else f"the time-out of {self.timeout_s:.0f} s"
+            why = f"{self.deaths} deaths of the worker" if dead else f"the time-out of {self.timeout_s:g} s"
             for task in list(self.todo):
                 self._done(task, {"status": "not run", "reason": f"after {why}"})
 
@@ -91,8 +92,11 @@ class Job:
         self.on_row(row)
 
 
-def probe(python=None):
-    """The kind of device that torch finds under this interpreter: "cuda" or "cpu". Raises K25Error with the reason."""
+def probe(python=None, world=1):
+    """The kind of device that torch finds under this interpreter: "cuda" or "cpu".
+
+    Raises K25Error with the reason, UsageError where `world` ranks have no place there: one a GPU, a few a CPU core.
+    """
     worker = Worker(python, ["-m", "k25lib.micro.gemm"], {"tasks": []}, {})
     try:
         event = worker.next(START_S)
@@ -101,8 +105,12 @@ def probe(python=None):
     finally:
         code = worker.stop()
     if not event or event["event"] != "device":
-        raise K25Error(f"{' '.join(prefix_of(python))} cannot run the worker ({_ending(code)}); {worker.last_words()}")
-    return event["kind"]
+        words = "; ".join(filter(None, (_ending(code), worker.last_words())))
+        raise K25Error(f"{' '.join(prefix_of(python))} cannot run the worker: {words}")
+    kind, places = event["kind"], event["places"]
+    if world > (places if kind == "cuda" else max(FEW_RANKS, RANKS_A_CORE * places)):
+        raise UsageError(f"{world} ranks are too many for {places} {'GPUs' if kind == 'cuda' else 'CPU cores'}")
+    return kind
 
 
 def _ending(code):
@@ -120,6 +128,8 @@ def run_gemm(settings, python=None, timeout_s=900, on_row=None, on_facts=None):
     """
     settings = dict(settings)
     tasks, env = settings.pop("tasks"), settings.pop("env", {})
+    if not tasks:
+        raise UsageError("no GEMM to time: the name of none holds a word of `only`")
 
     def finish(row):
         row.update(_against_peak(row, job.facts))
@@ -185,6 +195,12 @@ def run_collectives(settings, python=None, world=2, timeout_s=900, on_row=None, 
             environments.append(task.get("environment", {}))
     for environment in environments:
         mine = [task for task in tasks if task.get("environment", {}) == environment]
+        if rows and not facts:  # the ranks never met: they would not in another environment either
+            lost = [task | {"status": "failed", "reason": rows[0]["reason"], "device": None} for task in mine]
+            for row in lost:
+                finish(row)
+            rows += lost
+            continue
         left = max(1.0, deadline - time.monotonic())
         rows += Job(mine, left, limit, finish, learn).run(
             lambda todo, env=common | environment: Worker(python, arguments, settings | {"tasks": todo}, env)

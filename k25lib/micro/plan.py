@@ -1,5 +1,7 @@
 """What to time: the rows that a model's decode step asks for, as tasks of the two workers."""
 
+from k25lib.errors import UsageError
+
 VARIANTS = [
     {},
     *({"NCCL_ALGO": a, "NCCL_PROTO": p} for a in ("Ring", "Tree") for p in ("LL", "LL128", "Simple")),
@@ -10,11 +12,21 @@ SINGLE_CALLS = 20  # back to back, as nccl-tests does
 MOST_BYTES = 2**28  # all buffers of one row together
 
 
+def checked_batches(batches):
+    """The batch sizes, each once, in their order. Raises UsageError where there is none, or one is no whole number."""
+    if not isinstance(batches, (list, tuple)) or not batches or any(type(m) is not int or m < 1 for m in batches):
+        raise UsageError(f"batches are whole numbers from 1, at least one, not {batches!r}")
+    return list(dict.fromkeys(batches))
+
+
 def gemm_tasks(model, tp, batches, states=("cold", "warm"), only=""):
     """One task per GEMM of the decode step on one of `tp` ranks, batch size and cache state.
 
     Grouped GEMMs carry the number of experts, top-k and their role. `only`: words, comma-separated, that names hold.
     """
+    batches = checked_batches(batches)
+    if not states or set(states) - {"cold", "warm"}:
+        raise UsageError(f"states are cold, warm or both, not {states!r}")
     words = [word.strip() for word in only.split(",") if word.strip()]
     tasks = []
     steps = {batch: model.step(tp=tp, batch=batch).gemms for batch in batches}
@@ -43,6 +55,9 @@ def collective_tasks(model, world, batches, gpu, variants=True):
 
     gpu: NCCL, CUDA graphs, vLLM's own backends and NCCL's variants; without, gloo, which shows function only.
     """
+    batches = checked_batches(batches)
+    if type(world) is not int or world < 1:
+        raise UsageError(f"world is a whole number of ranks from 1, not {world!r}")
     layers = len(model.shape.layers)
     burst, token_bytes = 2 * layers, model.shape.hidden * model.dtype.bits // 8
     backend, mode = ("nccl", "graph") if gpu else ("gloo", "eager")

@@ -70,7 +70,11 @@ def prefix_of(python):
 
     `docker exec` (podman's, kubectl's) is given the option that keeps stdin open: the worker's job comes there.
     """
-    parts = [sys.executable] if not python else shlex.split(python) if isinstance(python, str) else list(python)
+    try:
+        parts = shlex.split(python or "") if not isinstance(python, (list, tuple)) else list(python)
+    except ValueError as error:
+        raise UsageError(f"{python!r} is no command: {error}") from None
+    parts = parts or [sys.executable]
     tool = next((at for at, part in enumerate(parts) if Path(part).name in ("docker", "podman", "kubectl")), None)
     if tool is not None and "exec" in parts[tool:]:
         options = parts.index("exec", tool) + 1

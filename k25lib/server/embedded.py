@@ -11,8 +11,8 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
-from k25lib.client import profiler_config
-from k25lib.errors import K25Error
+from k25lib.client import key_of_environment, profiler_config
+from k25lib.errors import K25Error, UsageError
 from k25lib.redaction import redact
 from k25lib.server import process, startup, supervisor, vllm_cpu
 from k25lib.server.watch import LogFile, wait_until_ready
@@ -58,6 +58,8 @@ class Embedded:
         on_stage = on_stage or (lambda text: None)
         if self.is_alive():
             raise K25Error(f"the embedded server runs already at {self.url}")
+        if not 0 <= self.asked_port < 65536:
+            raise UsageError(f"port {self.asked_port} is none: give one from 1 to 65535, or none for a free one")
         model = self.install(on_stage)
         self._sweep()
         last_port = int(self.url.rpartition(":")[2]) if self.url else 0
@@ -139,7 +141,7 @@ class Embedded:
     def environment(self):
         """The environment that vLLM is started with."""
         caches = vllm_cpu.cache_dir(self.root)
-        key = os.environ.get("K25_API_KEY")
+        key = key_of_environment()
         return {
             **vllm_cpu.clean_environment(),
             **_SETTINGS,

@@ -54,7 +54,15 @@ def test_ready_needs_health_a_model_and_a_token(answers):
 
 
 @pytest.mark.parametrize(
-    "models", [(200, "<html>hello</html>"), (404, ""), (200, '{"data": 3}'), (200, "[]"), (200, '{"data": [1]}')]
+    "models",
+    [
+        (200, "<html>hello</html>"),
+        (404, ""),
+        (200, '{"data": 3}'),
+        (200, "[]"),
+        (200, '{"data": [1]}'),
+        (200, '{"data": [{"id": null}]}'),
+    ],
 )
 def test_something_that_is_no_vllm_is_told(answers, models):
     answers.update({"/health": (200, ""), "/v1/models": models})
@@ -87,6 +95,38 @@ def test_the_key_is_sent_and_a_refusal_says_which_variable(answers, monkeypatch)
     answers["/v1/models"] = (401, "")
     with pytest.raises(K25Error, match="set K25_API_KEY"):
         Client(answers["url"]).models()
+
+
+def test_a_key_with_a_line_end_is_sent_without_and_one_that_no_header_holds_is_not(answers, monkeypatch):
+    answers.update(HEALTHY)
+    monkeypatch.setenv("K25_API_KEY", " s3cret\r\n")
+    Client(answers["url"].replace("http://", "http://me:you@")).models()
+    assert answers["seen"][-1][1]["Authorization"] == "Bearer s3cret"
+    for key in ("two\nlines", "schlüssel"):
+        monkeypatch.setenv("K25_API_KEY", key)
+        with pytest.raises(UsageError, match="K25_API_KEY") as error:
+            Client(answers["url"])
+        assert key not in str(error.value)
+
+
+@pytest.mark.parametrize("token", ["null", "[]", '"x"', '{"choices": {}}', '{"choices": ["x"]}', '{"choices": null}'])
+def test_an_answer_of_another_shape_is_no_token(answers, token):
+    answers.update(HEALTHY | {"/v1/completions": (200, token)})
+    with pytest.raises(NotReady, match="can't make a token"):
+        Client(answers["url"]).ready()
+
+
+def test_no_proxy_stands_between_us_and_this_machine(answers, monkeypatch):
+    answers.update(HEALTHY)
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    port = answers["url"].rpartition(":")[2]
+    for host in ("127.0.0.1", "localhost", "0.0.0.0", "127.1"):
+        assert Client(f"{host}:{port}").ready() == "tiny"
+    with pytest.raises(ServerDown, match="set NO_PROXY=gpu-box to go without it"):
+        Client("http://gpu-box:8000").health()
 
 
 def test_profiler_answers(answers):

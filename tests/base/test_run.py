@@ -104,3 +104,40 @@ def test_a_name_cannot_leave_its_folder(tmp_path):
     for name, file in (("../../a|b\0", "..-..-a-b-"), (None, "run"), (5, "5"), ("ok-1.2_x", "ok-1.2_x")):
         run.update(name=name)
         assert run.file_name == file
+
+
+def test_a_damaged_run_is_no_reason_to_leave_the_others_alone(tmp_path):
+    whole = Run.create("x", tmp_path, kind="interactive")
+    damaged = tmp_path / "2999-01-01T000000-damaged"
+    damaged.mkdir()
+    (damaged / "manifest.json").write_text("{")
+    with pytest.raises(K25Error, match="cannot be read"):
+        Run.find(damaged.name, tmp_path).update(title="y")
+    assert (damaged / "manifest.json").read_text() == "{"
+    assert Run.find("newest", tmp_path).path == Run.open_or_new("", tmp_path).path == whole.path
+    assert Run.open_or_new("", tmp_path, reading=True).path == whole.path
+
+
+def test_a_kind_of_run_is_found_among_others(tmp_path):
+    campaign = Run.create("x", tmp_path, kind="campaign")
+    interactive = Run.create("y", tmp_path, kind="interactive")
+    assert Run.find("newest", tmp_path, kind="campaign").path == campaign.path
+    with pytest.raises(UsageError, match="is no campaign: it is of the kind 'interactive'"):
+        Run.find(interactive.path.name, tmp_path, kind="campaign")
+
+
+def test_what_can_not_be_written_leaves_no_part(tmp_path, monkeypatch):
+    run = Run.create("x", tmp_path)
+    run.save("gemm", [{"a": 1}])
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("pathlib.Path.replace", full)
+        with pytest.raises(OSError, match="No space"):
+            run.save("gemm", [{"a": 2}])
+        with pytest.raises(OSError, match="No space"):
+            run.update(title="y")
+    assert run.table("gemm")["a"].tolist() == [1] and "title" not in run.manifest
+    assert not list(run.path.glob(".*part"))

@@ -41,6 +41,10 @@ def test_a_manifest_gives_the_same_settings_back():
         ("campaign.name=a/b", ["campaign.name names files"]),
         ("concurrency", ["--set takes table.key=value"]),
         ("macro.=3", ["--set takes table.key=value"]),
+        ("embedded.macro=5", ["[embedded.macro] must be a table"]),
+        ("macro.run=x", ["a campaign gives all of them its own run"]),
+        ("campaign.cell_timeout_s=0", ["cell_timeout_s is at least 1"]),
+        ("server.busy_wait_s=-1", ["not negative"]),
     ],
 )
 def test_bad_overrides_say_what_there_is(override, words):
@@ -48,6 +52,19 @@ def test_bad_overrides_say_what_there_is(override, words):
         load_settings(CAMPAIGN, [override])
     assert all(word in str(error.value) for word in words), str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["macro = 5", "embedded = 5", "[embedded]\nmacro = 5"])
+def test_an_override_of_what_is_no_table_is_one_line(tmp_path, text):
+    path = tmp_path / "c.toml"
+    path.write_text(text)
+    with pytest.raises(UsageError, match="must be a table of campaign.toml, not 5"):
+        load_settings(path, ["macro.seed=1"])
+
+
+def test_a_folder_is_no_campaign_file(tmp_path):
+    with pytest.raises(UsageError, match="cannot read the campaign file .*: Is a directory"):
+        load_settings(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["[campaign", "campaign = 3", "[embedded.nothing]\nx = 1", "macro = [1]"])

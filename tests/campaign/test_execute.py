@@ -99,6 +99,18 @@ def test_parameters_are_checked_before_a_kernel_starts(tmp_path):
         checked_parameters(bare, {}, "macro")
 
 
+@pytest.mark.parametrize(
+    "content",
+    ["", '{"cells": [', "[]", "{}", "\xff", '{"nbformat": 9}', '{"cells": [], "metadata": {}, "nbformat": 4}'],
+)
+def test_a_file_that_is_no_notebook_is_one_line(tmp_path, content):
+    path = tmp_path / "02_x.ipynb"
+    path.write_text(content, encoding="latin-1")
+    with pytest.raises(UsageError, match="02_x.ipynb can't be read as a notebook: ") as error:
+        checked_parameters(path, {}, "macro")
+    assert "\n" not in str(error.value)
+
+
 def alive(pid):
     try:
         os.kill(pid, 0)

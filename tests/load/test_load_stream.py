@@ -1,5 +1,6 @@
 """Streams as they are in the wild, read from their bytes."""
 
+import gzip
 import zlib
 
 import pytest
@@ -227,3 +228,46 @@ def test_a_cut_in_the_middle():
 def test_a_time_out_keeps_the_tokens_that_came():
     outcome = read(stream(*words())[:3], "timeout", "no data for 1 s")
     assert (outcome.kind, outcome.output_tokens, outcome.message) == ("timeout", 2, "no data for 1 s")
+
+
+@pytest.mark.parametrize("choices", [5, "x", {"a": 1}, [None], ["a"], [{"text": "a", "delta": "b"}]])
+def test_json_of_another_shape_is_a_bad_event(choices):
+    outcome = read(stream(*words(5), event(choices=choices), event(text("a", "length")), DONE))
+    assert outcome.kind == "bad_event" and "another shape" in outcome.message
+
+
+def test_json_too_deep_to_read_is_a_bad_event():
+    assert read(stream(b"data: " + b"[" * 100_000 + b"\n\n", *words())).kind == "bad_event"
+    assert read(plain(200, b"[" * 100_000, "OK")).kind == "no_tokens"
+
+
+@pytest.mark.parametrize("number", [None, True, -1, 6.5, "6", [6], {}])
+def test_a_usage_that_is_no_number_of_tokens_is_none(number):
+    nonsense = {"completion_tokens": number, "prompt_tokens": number}
+    outcome = read(stream(*words(5), event(text("a", "length")), event(usage=nonsense), DONE))
+    assert figures(outcome) == ("ok", TOKENS, [1] * TOKENS, None)
+    assert outcome.tokens_from == "chunks"
+
+
+@pytest.mark.parametrize("ids", [5, "abc", {"a": 1}, None])
+def test_token_ids_that_are_no_list_are_none(ids):
+    assert read(stream(*[event({**text(), "token_ids": ids})] * TOKENS, event(**usage(TOKENS)), DONE)).kind == "ok"
+
+
+@pytest.mark.parametrize(("chunks", "finish"), [(3, "stop"), (9, "length"), (9, None)])
+def test_another_length_is_seen_without_usage_too(chunks, finish):
+    outcome = read(stream(*words(chunks - 1), event(text("a", finish)), DONE))
+    assert outcome.kind == "wrong_length"
+    assert f"asked for {TOKENS} tokens, got {chunks} chunks (finish_reason {finish})" in outcome.message
+
+
+def test_each_event_may_be_a_gzip_member_of_its_own():
+    head = HEAD.replace(b"\r\n\r\n", b"\r\nContent-Encoding: gzip\r\n\r\n")
+    outcome = read([head, *chunked(*map(gzip.compress, [*words(), event(**usage(TOKENS)), DONE]))])
+    assert figures(outcome) == ("ok", TOKENS, [1] * TOKENS, 8)
+
+
+def test_what_follows_a_whole_response_is_not_its_fault():
+    *parts, end = stream(*words(), event(**usage(TOKENS)), DONE)
+    assert figures(read([*parts, end + b"junk"])) == ("ok", TOKENS, [1] * TOKENS, 8)
+    assert read([*parts, b"zz\r\n"]).kind == "bad_http"

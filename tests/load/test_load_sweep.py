@@ -5,6 +5,7 @@ import json
 import os
 import pkgutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,7 +15,8 @@ import pytest
 from wild_server import CLOSE, HEAD, WildServer, event, good, plain, stream, text
 
 from k25lib.errors import K25Error, UsageError
-from k25lib.load.drive import Driver
+from k25lib.load import drive
+from k25lib.load.drive import Driver, start
 from k25lib.load.metrics import Request, met_share
 from k25lib.load.prompts import Prompts, Target
 from k25lib.load.selftest import fidelity, truth_server
@@ -162,6 +164,81 @@ def test_a_stalled_stream_times_out():
     assert kinds(found) == ["timeout", "ok"]
 
 
+def test_comments_keep_no_stream_alive():
+    pings = [HEAD, *([b"7\r\n: ping\n\r\n", 0.1] * 50)]
+    with WildServer(answering(good(4), pings, good(4))) as server:
+        more = {"first_timeout_s": 0.5, "chunk_timeout_s": 0.2}
+        found = sweep(server.url, "wild", [1], **QUICK, warmup=False, requests_per_slot=2, **more)
+    assert kinds(found) == ["timeout", "ok"]
+
+
+@pytest.mark.parametrize("early", [b": ping\n\n", event({"delta": {"role": "assistant", "content": ""}})])
+def test_before_the_first_token_the_longer_time_out_holds(early):
+    waited = [HEAD, *stream(early)[1:-1], 0.9, *good(4)[1:]]
+    with WildServer(answering(waited)) as server:
+        rows = send(server.url, "wild", 1, 1, 8, 4, chunk_timeout_s=0.2, first_timeout_s=5)
+    assert rows[0]["kind"] == "ok" and rows[0]["ttft_ms"] >= 900
+
+
+@pytest.mark.parametrize(("end", "kind"), [(b"0\r\n\r\njunk", "ok"), (b"zz\r\n", "bad_http")])
+def test_an_end_in_the_middle_of_a_piece_is_found_without_a_time_out(end, kind):
+    with WildServer(answering([*good(4)[:-1], end, 9.0], good(4))) as server:
+        rows = send(server.url, "wild", 2, 1, 8, 4, chunk_timeout_s=8)
+    assert [row["kind"] for row in rows] == [kind, "ok"]
+
+
+def test_answers_that_came_at_one_moment_are_told():
+    with WildServer(answering([b"".join(good(4))])) as server:
+        level = sweep(server.url, "wild", [1], **QUICK, requests_per_slot=3).result["levels"][0]
+    assert level["came_whole"] == 3 and "3 answers came at one moment" in level["remarks"]
+    json.dumps(level, allow_nan=False)
+
+
+def test_failures_of_the_warm_up_are_told():
+    with WildServer(answering(good(4), plain(500, b"cold"), good(4))) as server:
+        level = sweep(server.url, "wild", [1], **QUICK).result["levels"][0]
+    assert (level["failed"], level["warmup_failed"]) == (0, 1) and "failed in the warm-up: 1" in level["remarks"]
+
+
+@pytest.mark.parametrize("max_seconds", [1e-12, 1e308])
+def test_any_positive_time_is_a_limit(truth, max_seconds):
+    found = sweep(truth, "truth", [1], 8, 2, requests_per_slot=5, max_seconds=max_seconds, selftest=False)
+    assert found.result["levels"][0]["requests"] == (1 if max_seconds < 1 else 5)
+
+
+def test_equal_rates_are_one_level(truth):
+    found = sweep(truth, "truth", rate=[50, 50], max_seconds=0.2, output_tokens=2, input_tokens=8, selftest=False)
+    assert [level["rate"] for level in found.result["levels"]] == [50]
+
+
+def test_metrics_without_a_number_are_no_metrics():
+    page = "vllm:num_requests_running NaN\nvllm:generation_tokens_total +Inf\nvllm:kv_cache_usage_perc NaN\n"
+    with WildServer(answering(good(4)), metrics=lambda server: page) as server:
+        result = sweep(server.url, "wild", [1], **QUICK).result
+    json.dumps(result, allow_nan=False)
+    assert (result["levels"][0]["server"]["tokens"], result["levels"][0]["server"]["running_max"]) == (None, None)
+
+
+@pytest.mark.parametrize("host", ["a" * 70 + ".com", ".x"])
+def test_a_name_that_no_host_can_have_is_one_line(host):
+    with pytest.raises(K25Error, match="cannot resolve .*check the URL"):
+        sweep(f"http://{host}", "m", [1], **QUICK)
+
+
+def test_a_refused_key_says_which_variable():
+    with (
+        WildServer(answering(plain(401, b'{"error": "Unauthorized"}'))) as server,
+        pytest.raises(K25Error, match="http_401: Unauthorized; set K25_API_KEY"),
+    ):
+        sweep(server.url, "wild", [1], **QUICK)
+
+
+def test_a_worker_that_dies_at_once_is_an_error(truth, monkeypatch):
+    monkeypatch.setattr(drive, "start", lambda module: start("k25lib.no_such_module"))
+    with pytest.raises(K25Error, match="ended without a result"):
+        send(truth, "truth", 4000, 4, 64, 2)
+
+
 def test_all_failing_quotes_the_first_cause():
     with WildServer(answering(good(4), plain(503, b'{"message": "overloaded"}'))) as server:
         found = sweep(server.url, "wild", [1, 2, 4], **QUICK)
@@ -188,6 +265,25 @@ def test_a_server_that_goes_away_keeps_the_levels_measured():
     assert found.result["levels"][0]["failed"] == 0
     assert not found.result["complete"] and ("failed" in found.error or "refused" in found.error)
     assert set(kinds(found)) >= {"ok", "cut"}
+
+
+@pytest.mark.parametrize(("per_slot", "not_sent"), [(6, False), (400, True)])
+def test_a_server_that_dies_in_the_last_level_ends_the_sweep(per_slot, not_sent):
+    with WildServer(None) as server:
+
+        def answer(body, number):
+            if number == 4:
+                server.listener.shutdown(socket.SHUT_RDWR)
+                server.listener.close()
+            return good(4) if number < 4 else [CLOSE]
+
+        server.answer = answer
+        found = sweep(server.url, "wild", [1], **QUICK, warmup=False, requests_per_slot=per_slot)
+    level = found.result["levels"][0]
+    assert "takes no more connections: [Errno 111] Connection refused" in found.error
+    assert not found.result["complete"] and bool(level["not_sent"]) is not_sent
+    assert level["requests"] + level["not_sent"] == per_slot
+    assert level["failed"] == sum(level["errors"].values()) < 150
 
 
 @pytest.mark.slow
@@ -402,6 +498,11 @@ def test_the_key_comes_from_the_environment(monkeypatch):
         {"rate": 1e9},
         {"requests_per_slot": 10**7},
         {"slo": "fast"},
+        {"slo": "ttft=inf"},
+        {"slo": {"ttft": None}},
+        {"rate": 0.01, "max_seconds": 5},
+        {"rate": [True]},
+        {"input_tokens": 10**9},
         {"api": "embeddings"},
     ],
 )
@@ -442,7 +543,8 @@ def test_ctrl_c_between_the_load_and_its_figures_loses_nothing(truth, monkeypatc
 
 
 @pytest.mark.slow
-def test_ctrl_c_keeps_what_was_measured(truth):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_keeps_what_was_measured(truth, number):
     process = command(
         truth, "--model", "truth", "--concurrency", "1,2", "--requests-per-slot", "4000", "--output-tokens", "8",
         "--no-selftest", "--json", start_new_session=True,
@@ -450,10 +552,10 @@ def test_ctrl_c_keeps_what_was_measured(truth):
     lines = itertools.takewhile(lambda line: "requests done" not in line, process.stderr)
     list(lines)
     time.sleep(1)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole group
+    os.killpg(process.pid, number)  # as a terminal does: to the whole group
     out, err = process.communicate(timeout=30)
     result = json.loads(out)
-    assert process.returncode == 130 and "interrupted" in err
+    assert process.returncode == 128 + number and "interrupted" in err
     level = result["levels"][0]
     assert level["requests"] > 5 and level["errors"] == {} and level["unfinished"] <= 1
     assert level["tpot_ms"]["p50"] > 0

@@ -11,6 +11,9 @@ import pytest
 
 from k25lib.errors import K25Error, UsageError
 from k25lib.micro import launch, remote
+from k25lib.micro.plan import collective_tasks, gemm_tasks
+from k25lib.model import load_model
+from k25lib.run import PROJECT
 
 PLANTED = str(Path(__file__).parent / "planted")
 TASK = {"name": "o_proj", "m": 1, "n": 256, "k": 128, "batch": 1, "dtype": "bf16", "group_size": None}
@@ -99,6 +102,39 @@ def test_the_time_for_all_rows_is_kept():
 def test_no_cuda_is_said_by_every_row():
     rows = launch.run_gemm({"device": "cuda", "tasks": [TASK, TASK]})
     assert {row["reason"] for row in rows} == {"no CUDA device that torch can use"}
+
+
+def test_ranks_that_never_met_are_asked_once(monkeypatch):
+    started = []
+
+    def worker(python, arguments, settings, env):
+        started.append(env)
+        return Scripted([{"event": "abort", "reason": "3 ranks want a GPU each, there are 2"}], 0)
+
+    monkeypatch.setattr(launch, "Worker", worker)
+    task = {"op": "allreduce", "bytes": 1024, "calls": 1, "mode": "graph", "backend": "nccl"}
+    told = []
+    variants = [task | {"environment": {"NCCL_ALGO": name}} for name in ("Ring", "Tree")]
+    rows = launch.run_collectives({"device": "cuda", "tasks": [task, *variants]}, world=3, on_row=told.append)
+    assert [row["reason"] for row in rows] == ["3 ranks want a GPU each, there are 2"] * 3
+    assert [row["environment"] for row in rows] == ["{}", '{"NCCL_ALGO": "Ring"}', '{"NCCL_ALGO": "Tree"}']
+    assert (told, len(started)) == (rows, 1)
+
+
+@pytest.mark.parametrize(("kind", "places", "most"), [("cuda", 2, 2), ("cpu", 2, 16), ("cpu", 64, 128)])
+def test_more_ranks_than_there_are_places_start_nothing(monkeypatch, kind, places, most):
+    said = [{"event": "device", "kind": kind, "places": places}]
+    monkeypatch.setattr(launch, "Worker", lambda *_: Scripted(said, 0))
+    assert launch.probe(world=most) == kind
+    with pytest.raises(UsageError, match=f"{most + 1} ranks are too many for {places} "):
+        launch.probe(world=most + 1)
+
+
+@pytest.mark.parametrize("python", ["'", 'ssh "host'])
+def test_a_quote_that_does_not_close_is_a_usage_error(python):
+    with pytest.raises(UsageError, match="No closing quotation"):
+        remote.prefix_of(python)
+    assert remote.prefix_of(" ") == [sys.executable]
 
 
 def test_an_interpreter_that_is_not_there_is_a_usage_error():
@@ -195,20 +231,34 @@ def test_the_command_prints_one_json_object(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["gemm", "--batch", "0"], "--batch takes whole numbers"),
-        (["gemm", "--state", "hot"], "--state takes cold, warm"),
-        (["gemm", "--only", "nothing"], "no GEMM of this model"),
+        (["gemm", "--batch", "0"], "batches are whole numbers from 1, at least one, not [0]"),
+        (["gemm", "--state", "hot"], "states are cold, warm or both, not ['hot']"),
+        (["gemm", "--only", "nothing"], "no GEMM to time"),
         (["gemm", "--config", "/no/config.json"], "cannot read /no/config.json"),
         (["collectives", "--world", "0"], "--world must be at least 1"),
+        (["collectives", "--torchrun", "'"], "No closing quotation"),
+        (["gemm", "--python", "'"], "No closing quotation"),
+        (["gemm", "--batch", "1,x"], "--batch takes whole numbers"),
+        (["gemm", "--seconds", "nan"], "nan is no positive number"),
+        (["gemm", "--timeout", "0"], "0 is no positive number"),
     ],
 )
 def test_bad_arguments_are_one_line(arguments, says, capsys):
     from k25lib.cli import main
 
     assert main(arguments) == 2
-    error = capsys.readouterr().err
+    out, error = capsys.readouterr()
     assert says in error
-    assert error.count("\n") == 1
+    assert (out, error.count("\n")) == ("", 1)
+
+
+@pytest.mark.parametrize("batches", [[], [0], [1.5], ["1"], [True], 4])
+def test_batches_that_are_none_are_usage_errors(batches):
+    model = load_model(PROJECT / "data" / "reference" / "kimi-k2.5" / "config.json")
+    for make in (lambda: gemm_tasks(model, 8, batches), lambda: collective_tasks(model, 2, batches, False)):
+        with pytest.raises(UsageError, match="batches are whole numbers from 1"):
+            make()
+    assert [task["m"] for task in gemm_tasks(model, 8, [4, 1, 4], ["warm"], "o_proj")] == [4, 1]
 
 
 class Scripted:
