@@ -23,7 +23,6 @@ import httptools
 
 from k25lib.load import priority
 from k25lib.load.connection import Connection, clock_offset_ns, stamp_ns
-from k25lib.load.stream import Outcome
 
 READ, WRITE = 1, 4  # EPOLLIN, EPOLLOUT; the same numbers for poll
 HAS_EPOLL = hasattr(select, "epoll")
@@ -312,9 +311,13 @@ class Worker:
             return exchange["send_ns"], self.plan["connect_timeout_s"]
         chunk = next((piece for piece in reversed(exchange["pieces"]) if encoded or b"data:" in piece[2]), None)
         limit_s = self.plan["chunk_timeout_s"]
-        so_far = exchange | {"end": "cut"}
-        if chunk and (at - chunk[1] <= limit_s * 1e9 or Outcome(so_far, 0).times_ns):
+        if chunk and at - chunk[1] <= limit_s * 1e9:
             return chunk[1], limit_s
+        if chunk:
+            from k25lib.load.stream import Outcome  # seldom needed, and slow to import
+
+            if Outcome(exchange | {"end": "cut"}, 0).times_ns:
+                return chunk[1], limit_s
         return exchange["send_ns"], self.plan["first_timeout_s"]
 
     def tick(self):

@@ -172,6 +172,7 @@ def test_comments_keep_no_stream_alive():
     assert kinds(found) == ["timeout", "ok"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("early", [b": ping\n\n", event({"delta": {"role": "assistant", "content": ""}})])
 def test_before_the_first_token_the_longer_time_out_holds(early):
     waited = [HEAD, *stream(early)[1:-1], 0.9, *good(4)[1:]]
@@ -194,6 +195,7 @@ def test_answers_that_came_at_one_moment_are_told():
     json.dumps(level, allow_nan=False)
 
 
+@pytest.mark.slow
 def test_failures_of_the_warm_up_are_told():
     with WildServer(answering(good(4), plain(500, b"cold"), good(4))) as server:
         level = sweep(server.url, "wild", [1], **QUICK).result["levels"][0]
@@ -206,11 +208,13 @@ def test_any_positive_time_is_a_limit(truth, max_seconds):
     assert found.result["levels"][0]["requests"] == (1 if max_seconds < 1 else 5)
 
 
+@pytest.mark.slow
 def test_equal_rates_are_one_level(truth):
     found = sweep(truth, "truth", rate=[50, 50], max_seconds=0.2, output_tokens=2, input_tokens=8, selftest=False)
     assert [level["rate"] for level in found.result["levels"]] == [50]
 
 
+@pytest.mark.slow
 def test_metrics_without_a_number_are_no_metrics():
     page = "vllm:num_requests_running NaN\nvllm:generation_tokens_total +Inf\nvllm:kv_cache_usage_perc NaN\n"
     with WildServer(answering(good(4)), metrics=lambda server: page) as server:
@@ -237,6 +241,17 @@ def test_a_worker_that_dies_at_once_is_an_error(truth, monkeypatch):
     monkeypatch.setattr(drive, "start", lambda module: start("k25lib.no_such_module"))
     with pytest.raises(K25Error, match="ended without a result"):
         send(truth, "truth", 4000, 4, 64, 2)
+
+
+def test_ctrl_c_before_the_worker_has_begun_is_an_interrupt(truth, monkeypatch):
+    def pressed(module):
+        os.kill(os.getpid(), signal.SIGINT)
+        return start("k25lib.no_such_module")
+
+    monkeypatch.setattr(drive, "start", pressed)
+    found = sweep(truth, "truth", [1], 8, 2, selftest=False)
+    assert found.interrupted and (found.result["levels"], found.result["complete"]) == ([], False)
+    json.dumps(found.result, allow_nan=False)
 
 
 def test_all_failing_quotes_the_first_cause():

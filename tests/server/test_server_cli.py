@@ -51,6 +51,13 @@ def test_serve_at_a_port_in_use(fake_vllm, capsys):
     )
 
 
+@pytest.mark.parametrize("port", ["99999", "-1"])
+def test_a_port_that_is_none_installs_and_starts_nothing(fake_vllm, port, capsys):
+    assert main(["serve", "--port", port]) == 2
+    assert capsys.readouterr().err == f"k25: port {port} is none: give one from 1 to 65535, or none for a free one\n"
+    assert not (fake_vllm / "cache").exists()
+
+
 def test_status_of_a_ready_busy_server(fake_vllm, capsys):
     with Embedded(fake_vllm) as server:
         assert main(["status", server.url, "--json"]) == 0
