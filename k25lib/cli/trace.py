@@ -1,5 +1,6 @@
 """Commands: `k25 breakdown` (where a decode step's time goes) and `k25 slice` (one step as a file for Perfetto)."""
 
+import collections
 import gc
 import os
 import sys
@@ -78,14 +79,20 @@ def _lines(result):
                 f"sum {row['kernel_sum_ms']:.3f} ms, busy {row['busy_ms']:.3f}, span {row['span_ms']:.3f}"
             )
         return
-    yield f"passes: {passes} (by {counts['found_by']}); below: means per {counts['measured']} step"
+    yield f"passes: {passes} (by {counts['found_by']}); below: means per {counts['measured']} step, times in ms"
+    yield (
+        f"\n{'rank':>4} {'batch':>6} {'steps':>6} {'kernels':>9} {'sum':>8} {'busy':>8} {'span':>8} {'interval':>9} "
+        f"{'idle in graphs':>15} {'between launches':>17} {'copies':>8}"
+    )
+    batches = collections.Counter(row["rank"] for row in result["per_step"])
     for row in result["per_step"]:
+        if row["batch"] == "all" and batches[row["rank"]] == 2:  # the same as its only batch
+            continue
         gap = "-" if row["interval_ms"] is None else f"{row['interval_ms']:.3f}"
         yield (
-            f"rank {row['rank']} batch {row['batch']}: {row['steps']} steps, {row['kernels']:.1f} kernels, "
-            f"sum {row['kernel_sum_ms']:.3f} ms, busy {row['busy_ms']:.3f}, span {row['span_ms']:.3f}, interval {gap}; "
-            f"idle {row['idle_in_graph_ms']:.3f} in graphs + {row['idle_in_step_ms']:.3f} between launches; "
-            f"copies {row['copies_ms']:.3f}"
+            f"{row['rank']:>4} {row['batch']:>6} {row['steps']:>6} {row['kernels']:>9.1f} {row['kernel_sum_ms']:>8.3f} "
+            f"{row['busy_ms']:>8.3f} {row['span_ms']:>8.3f} {gap:>9} {row['idle_in_graph_ms']:>15.3f} "
+            f"{row['idle_in_step_ms']:>17.3f} {row['copies_ms']:>8.3f}"
         )
     for rank in sorted(set(capture["ranks"])):
         yield f"\nrank {rank}              calls         ms       %  exposed ms"
