@@ -21,9 +21,9 @@ from isal import isal_zlib
 from k25lib.client import Client
 from k25lib.errors import K25Error, UsageError
 from k25lib.load.sweep import send
+from k25lib.settings import PROFILERS
 
 METHOD = 2  # goes up when a number of a capture would change; 2: the unprofiled TPOT is not of the warm-up
-PROFILERS = ("torch", "nsys")
 TRACE = re.compile(r"\.(pt\.)?trace\.json(\.gz)?$")
 TABLE = re.compile(r"profiler_out.*\.txt$")
 DECODE = re.compile(rb'"user_annotation",\s*"name":\s*"execute_(?:\d+_)?context_0\([^"]*\)_generation_[1-9]')

@@ -9,6 +9,7 @@ from pathlib import Path
 from k25lib.errors import UsageError
 
 # Table of campaign.toml -> the notebook whose parameters it sets, in the order of the campaign.
+PROFILERS = ("torch", "nsys")
 NOTEBOOKS = {
     "check": "01_service_check",
     "macro": "02_macro",
@@ -101,8 +102,8 @@ def from_tree(tree):
     if any("run" in table for table in (*notebooks.values(), *embedded.values())):
         raise UsageError("a notebook's parameter run is not to be set: a campaign gives all of them its own run")
     settings = Settings(**made, control=control, notebooks=notebooks, embedded=embedded)
-    if settings.profiler not in ("torch", "nsys"):
-        raise UsageError(f"capture.profiler is torch or nsys, not {settings.profiler!r}")
+    if settings.profiler not in PROFILERS:
+        raise UsageError(f"capture.profiler is {' or '.join(PROFILERS)}, not {settings.profiler!r}")
     return settings
 
 

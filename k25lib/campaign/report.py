@@ -1,6 +1,5 @@
 """The report of a run, made from what the run has: document, page, index."""
 
-from k25lib.findings.compare import readable
 from k25lib.report.document import write_document
 from k25lib.report.index import write_index
 from k25lib.report.overview import Sound, overview
@@ -17,6 +16,5 @@ def write_report(run, page=True):
     if page:
         notebooks = [path for path in sorted(folder.glob("[0-9][0-9]_*.ipynb")) if ".part" not in path.name]
         write_page(run, notebooks, folder / "index.html", facts)
-        shown = [r for r in readable(Run.all()) if (reports_root() / r.path.name / "index.html").is_file()]
-        write_index(reports_root(), shown)
+        write_index(reports_root(), [r for r in Run.all() if (reports_root() / r.path.name / "index.html").is_file()])
     return folder

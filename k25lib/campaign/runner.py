@@ -18,6 +18,7 @@ from k25lib.errors import K25Error
 from k25lib.redaction import redact
 from k25lib.run import Run, reports_root, runs_root
 from k25lib.settings import from_tree, to_tree
+from k25lib.signals import handled, unignored
 
 SERVED = ("server", "profiler")
 TRACES = ("*.trace.json*", "*.nsys-rep", "*.sqlite*")  # and SQLite's own -wal and -shm
@@ -193,10 +194,5 @@ def _signals_as_exit():
     def leave(number, _):
         raise SystemExit(128 + number)
 
-    caught = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]  # as nohup does
-    old = {number: signal.signal(number, leave) for number in caught}
-    try:
+    with handled(unignored(signal.SIGTERM, signal.SIGHUP), leave):
         yield
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)

@@ -10,7 +10,6 @@ import os
 import re
 import signal
 import sys
-import threading
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -28,6 +27,7 @@ from k25lib.server.identity import discover, is_here
 from k25lib.server.vllm_cpu import cache_dir
 from k25lib.server.watch import LogFile, wait_until_ready
 from k25lib.settings import from_tree, load_settings
+from k25lib.signals import held
 
 
 class Unavailable(K25Error):
@@ -155,14 +155,12 @@ class Controlled(External):
         if self.mode != "stopped":
             self.python = self.python or self.settings.python or self.control.python()
             self._check_place(self.python)
-            self.mode = "stopped"  # before it is: a stop that is cut off must be made good too
-        self.control.stop()
+        self._stop()
 
     def flush(self):
         """Have what the profiler holds back written: nsys writes its reports when the server ends."""
         if self.mode == "profiling" and self.profiler == "nsys":
-            self.mode = "stopped"
-            self.control.stop()
+            self._stop()
 
     def died(self):
         """Whether its process has gone; its log says more."""
@@ -178,10 +176,13 @@ class Controlled(External):
                     say(f"not put back; by hand: {redact(self.normal.command('start'))}")
                     raise
 
+    def _stop(self):
+        self.mode = "stopped"  # before it is: a stop that is cut off must be made good too
+        self.control.stop()
+
     def _switch(self, mode):
         say(f"restarting in the {'profiling' if mode == 'profiling' else 'normal'} configuration")
-        self.mode = "stopped"
-        self.control.stop()
+        self._stop()
         self.control = self.profiling if mode == "profiling" else self.normal
         if not self.control.via:
             Path(self.traces).mkdir(parents=True, exist_ok=True)  # vLLM makes it only when it writes
@@ -189,29 +190,16 @@ class Controlled(External):
         self.mode = mode
 
 
-@contextmanager
 def _uninterrupted():
     """Signals that end the process are told, and wait for the block's end; a second Ctrl-C goes through."""
-    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
-        yield
-        return
-    kept = []
 
-    def keep(number, _):
-        if number == signal.SIGINT and number in kept:
+    def told(number, before):
+        if number == signal.SIGINT and number in before:
             raise KeyboardInterrupt
-        kept.append(number)
         with suppress(RuntimeError):  # it came amid another line
             say(f"{signal.Signals(number).name} waits until the server is put back; Ctrl-C twice leaves it as it is")
 
-    old = {number: signal.signal(number, keep) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
-    for number in kept[:1]:
-        signal.raise_signal(number)
+    return held((signal.SIGTERM, signal.SIGHUP, signal.SIGINT), told)
 
 
 @contextmanager

@@ -11,10 +11,10 @@ import json
 import os
 import signal
 import sys
-import threading
 from contextlib import contextmanager
 
 from k25lib.errors import K25Error, UsageError
+from k25lib.signals import handled, held, unignored
 
 MODULES = ("campaign", "server", "load", "model", "micro", "trace", "findings")
 
@@ -36,7 +36,7 @@ def parser():
 def print_json(value):
     """Print one JSON object on stdout; NaN and infinity are bugs, not output."""
     text = json.dumps(value, allow_nan=False)  # whole before the first byte
-    with _held():
+    with held(unignored(signal.SIGTERM, signal.SIGHUP, signal.SIGINT)):  # half a JSON object is none
         print(text, flush=True)
 
 
@@ -86,29 +86,5 @@ def _signals_as_interrupt(sent):
         sent.append(number)
         raise KeyboardInterrupt
 
-    with _handled((signal.SIGTERM, signal.SIGHUP), interrupt):
+    with handled(unignored(signal.SIGTERM, signal.SIGHUP), interrupt):
         yield
-
-
-@contextmanager
-def _held():
-    """Signals that end the process wait: half a JSON object is none."""
-    kept = []
-    with _handled((signal.SIGTERM, signal.SIGHUP, signal.SIGINT), lambda number, _: kept.append(number)):
-        yield
-    for number in kept[:1]:
-        signal.raise_signal(number)
-
-
-@contextmanager
-def _handled(numbers, handler):
-    """Another handler of these signals within the block, but for those that are ignored (as nohup does)."""
-    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
-        yield
-        return
-    old = {n: signal.signal(n, handler) for n in numbers if signal.getsignal(n) != signal.SIG_IGN}
-    try:
-        yield
-    finally:
-        for number, before in old.items():
-            signal.signal(number, before)

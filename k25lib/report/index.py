@@ -3,9 +3,9 @@
 import json
 from pathlib import Path
 
-from k25lib.errors import K25Error
 from k25lib.file import write_text
-from k25lib.report.overview import Sound, overview
+from k25lib.findings.compare import readable
+from k25lib.report.overview import overview
 from k25lib.report.page import environment
 
 ENTRY = "summary.json"
@@ -18,11 +18,8 @@ def write_index(reports_root, runs):
     """
     root = Path(reports_root)
     for run in runs:
-        if not (root / run.path.name / ENTRY).is_file():
-            try:
-                write_entry(overview(Sound(run.path)), root / run.path.name)
-            except K25Error:  # a damaged neighbour: it has no line
-                continue
+        if not (root / run.path.name / ENTRY).is_file() and readable([run]):  # a damaged neighbour has no line
+            write_entry(overview(run), root / run.path.name)
     entries = [made for path in root.glob(f"*/{ENTRY}") if (made := _read(path))]
     entries.sort(key=lambda made: (made["created"], made["run"]), reverse=True)
     write_text(root / "index.html", environment().get_template("index.html.j2").render(entries=entries))

@@ -13,10 +13,9 @@ import numpy as np
 from k25lib.errors import K25Error
 from k25lib.trace import windows
 from k25lib.trace.events import Columns, RawReader, Reader
-from k25lib.trace.table import DAYS_US, Trace, clean
+from k25lib.trace.table import DAYS_US, SMALL, Trace, clean
 
 ONE_CAPTURE_US = 60e6  # events further than this from the usual one are no part of it
-SMALL = 0.25  # ranks of one model have about as many kernels each: a GPU with less than this of the most is none
 EXACT_US = 2.0**43  # beyond it a double no longer tells nanoseconds in microseconds
 
 

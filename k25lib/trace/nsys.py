@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from k25lib.errors import K25Error
-from k25lib.trace.table import KERNEL, MEMCPY, MEMSET, Trace, clean, loss
+from k25lib.trace.table import KERNEL, MEMCPY, MEMSET, SMALL, Trace, clean, loss
 
 MAGIC = b"SQLite format 3\0"
 SUFFIXES = (".sqlite", ".sqlite3", ".db")
@@ -29,7 +29,6 @@ UNUSED = (  # documented, and nothing that a breakdown wants
 )
 THREAD_BITS = 24  # globalTid is a globalPid with the thread's number in its lowest bits
 PID = (1 << THREAD_BITS) - 1  # above the thread's, as many bits are the process's number
-SMALL = 0.25  # ranks of one model have about as many kernels each: what has less than this of the most is no rank
 CHUNK_ROWS = 1 << 15
 EXACT_NS = 1 << 52
 

@@ -9,6 +9,7 @@ DAYS_US = 1e12  # no capture lasts eleven days
 LATE_US = 1e9  # where events are at a quarter of an hour and later, none is at or before 0
 LONG_NS = 10_000_000  # shorter ones are not looked at
 EARLY = 8  # kernels of one stream in the second half of another: more than begin early
+SMALL = 0.25  # ranks of one model have about as many kernels each: what has less than this of the most is no rank
 KERNEL, MEMCPY, MEMSET, OPERATOR = range(4)  # the column `kind`
 
 
